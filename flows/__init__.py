@@ -1,0 +1,1 @@
+"""Prefect pipeline: flows, tasks, artifacts, supervision of child processes and the `forebay` command."""

@@ -1,0 +1,1 @@
+"""The algorithm: prompts, scheduling, rollouts, objective, training and refit. Never imports prefect."""

@@ -1,0 +1,1 @@
+"""Advantages, losses and log-probs: pure functions on flat vectors."""

@@ -1,0 +1,1 @@
+"""Moving new weights into every engine of the pool, verified."""

@@ -1,0 +1,1 @@
+"""Where every prompt is, and which may be leased or trained next."""

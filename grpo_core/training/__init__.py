@@ -1,0 +1,1 @@
+"""The trainer: model, packing, optimizer step and checkpoints."""

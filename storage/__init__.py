@@ -1,0 +1,1 @@
+"""Bytes at rest: object store, Parquet schemas, shards, ledger, checkpoints and weights."""
