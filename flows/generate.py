@@ -1,0 +1,96 @@
+"""One lease: its prompts become groups, its groups become parts. The Prefect task and, inside it, plain asyncio.
+
+Invariants: groups are flushed as they finish, so a straggler holds back only its own group; the last part is marked
+`last`; a stopped lease leaves nothing half-written, and what it did not finish is returned when the lease is sealed.
+"""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from grpo_core.prompts import PromptStream
+from grpo_core.rollout.group import FAILED, Generator
+from storage import schema
+from storage.leases import LeaseRecord
+from storage.trajectories import TrajectoryStore
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseResult:
+    """What a lease came to. `failures`: cause → groups that failed for good; `arrived`: ordinals in its parts."""
+
+    lease: int
+    arrived: tuple[int, ...]
+    parts: int
+    tokens: int
+    seconds: float
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseJob:
+    """Everything a generation task needs. `on_tokens` hears of generated tokens as groups finish."""
+
+    record: LeaseRecord
+    generator: Generator
+    stream: PromptStream
+    trajectories: TrajectoryStore
+    stop: threading.Event
+    on_tokens: Callable[[int], None]
+
+    def run(self) -> LeaseResult:
+        """Generate the lease on an event loop of its own. Raise LeaseStopped when told to stop."""
+        return asyncio.run(self._until_stopped())
+
+    async def _until_stopped(self) -> LeaseResult:
+        work = asyncio.create_task(self._generate())
+        while not work.done():
+            await asyncio.wait({work}, timeout=0.2)
+            if self.stop.is_set() and not work.done():
+                work.cancel()
+                await asyncio.wait({work}, timeout=5)
+                raise LeaseStopped(f"lease {self.record.lease} was stopped")
+        return work.result()
+
+    async def _generate(self) -> LeaseResult:
+        began = time.monotonic()
+        config = self.generator.config
+        size = config.grpo.num_generations_per_prompt * len(self.record.ordinals)
+        # An engine batches only what has reached it, so nothing may wait for a connection.
+        connector = aiohttp.TCPConnector(limit=size + 1)
+        arrived: list[int] = []
+        failures: Counter[str] = Counter()
+        parts, tokens = 0, 0
+        async with aiohttp.ClientSession(connector=connector) as session:
+            prompts = [self.stream.prompt(ordinal) for ordinal in self.record.ordinals]
+            pending = {asyncio.create_task(self.generator.group(prompt, session, attempt=self.record.attempt)) for prompt in prompts}
+            try:
+                rows: list[dict[str, Any]] = []
+                flushed = time.monotonic()
+                while pending:
+                    done, pending = await asyncio.wait(pending, timeout=config.generation.flush_seconds, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        group = task.result()
+                        rows += group
+                        arrived.append(group[0]["ordinal"])
+                        failures.update({group[0]["error"]: 1} if group[0]["status"] == FAILED else {})
+                        self.on_tokens(made := sum(sum(row["loss_mask"]) for row in group))
+                        tokens += made
+                    if rows and (not pending or time.monotonic() - flushed >= config.generation.flush_seconds):
+                        table = schema.table([{"attempt": 0, "lease": 0, "part": 0, **row} for row in rows], schema.SHARD)
+                        await asyncio.to_thread(self.trajectories.append, self.record.lease, table, last=not pending)
+                        rows, flushed, parts = [], time.monotonic(), parts + 1
+            finally:
+                for task in pending:
+                    task.cancel()
+        return LeaseResult(self.record.lease, tuple(arrived), parts, tokens, time.monotonic() - began, dict(failures))
+
+
+class LeaseStopped(RuntimeError):
+    """The lease was told to stop; what it had committed stays."""

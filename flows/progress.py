@@ -1,0 +1,86 @@
+"""Where a run is, as plain numbers: what the live view, the artifacts and the progress record all show."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from storage.ledger import LedgerFooter
+
+# Rates and utilisation are those of the last minute: long enough to be calm, short enough to show a change.
+HORIZON_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One moment of a run. Utilisations are shares of the last minute; times are in seconds."""
+
+    run_id: str
+    phase: str
+    attempt: int
+    step: int
+    steps: int
+    version: int
+    reward: float | None
+    lag_mean: float
+    lag_max: int
+    tokens_per_second: float
+    trainer_utilisation: float
+    engine_utilisation: float
+    in_flight: int
+    buffered: int
+    eta_seconds: float | None
+    elapsed_seconds: float
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    history: tuple[Mapping[str, float | None], ...] = ()
+
+
+class Meter:
+    """Turns events into rates. All methods take the time, so a test can choose it."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[tuple[float, float]] = deque()
+        self._engine: deque[tuple[float, float]] = deque()
+        self._steps: deque[tuple[float, float]] = deque()
+        self._began: float | None = None
+        self._sampled: float | None = None
+
+    def tokens(self, count: int, now: float) -> None:
+        self._add(self._tokens, now, count)
+
+    def engines(self, busy: bool, now: float) -> None:
+        """Sample whether any request is in flight; the time since the last sample counts as such."""
+        self._began = now if self._began is None else self._began
+        self._add(self._engine, now, (now - self._sampled) if busy and self._sampled is not None else 0.0)
+        self._sampled = now
+
+    def step(self, footer: LedgerFooter, now: float) -> None:
+        self._add(self._steps, now, footer.metrics.get("step_seconds") or 0.0)
+
+    @staticmethod
+    def _add(events: deque[tuple[float, float]], now: float, amount: float) -> None:
+        events.append((now, amount))
+        while events and now - events[0][0] > HORIZON_SECONDS:
+            events.popleft()
+
+    def _rate(self, events: deque[tuple[float, float]], now: float) -> float:
+        span = min(HORIZON_SECONDS, now - (self._began if self._began is not None else now))
+        return sum(amount for at, amount in events if now - at <= HORIZON_SECONDS) / span if span > 0 else 0.0
+
+    def tokens_per_second(self, now: float) -> float:
+        return self._rate(self._tokens, now)
+
+    def trainer_utilisation(self, now: float) -> float:
+        return min(1.0, self._rate(self._steps, now))
+
+    def engine_utilisation(self, now: float) -> float:
+        return min(1.0, self._rate(self._engine, now))
+
+    def seconds_per_step(self, now: float) -> float | None:
+        """Over the last minute; None before two steps."""
+        recent = [at for at, _ in self._steps if now - at <= HORIZON_SECONDS]
+        return (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else None
+
+
+def now() -> float:
+    return time.monotonic()

@@ -1,0 +1,163 @@
+"""A run in its store: opened, recorded once, continued under its rules, and owned by one flow at a time.
+
+Invariants: run.json is written once; what may not change when a run is continued is compared with it by name; the
+newest attempt belongs to whoever claimed it, and a second flow is refused while that owner shows signs of life.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from grpo_core import recipe
+from grpo_core.config import RunConfig
+from grpo_core.prompts import Splits
+from grpo_core.schedule.window import Window, last_step
+from storage import layout
+from storage.attempts import AttemptClaim, claim_next, newest
+from storage.checkpoints import CheckpointName, DamagedCheckpoint, Manifest, committed, newest_valid
+from storage.errors import ObjectMissing
+from storage.objects import ObjectStore
+from storage.records import read_record, write_record
+
+FORMAT = 1
+# A flow writes its progress every second or so; an owner on another host that is silent this long is dead.
+SILENCE_SECONDS = 60.0
+
+
+class RunRefused(RuntimeError):
+    """A run that cannot be started or continued as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An open run. `changes` are the dotted keys in which this call differs from run.json."""
+
+    config: RunConfig
+    store: ObjectStore
+    splits: Splits
+    changes: dict[str, Any]
+    steps: int
+
+    @property
+    def window(self) -> Window:
+        return Window.of(self.config.grpo, self.config.refit, steps=self.steps)
+
+
+def open_store(config: RunConfig) -> ObjectStore:
+    """The store of a run. Raise StoreRefused when it cannot be used."""
+    return ObjectStore.open(layout.run_root(config.storage.root, config.run_id), config.storage.options, client=config.storage.client)
+
+
+def open_run(config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer_digest: str) -> Run:
+    """Record a new run, or check that this call may continue the recorded one. Raise RunRefused."""
+    steps = last_step(config.grpo, prompts=len(splits.train))
+    if steps < 1:
+        raise RunRefused(
+            f"{config.grpo.max_num_epochs} epochs of {len(splits.train)} prompts do not fill one step of "
+            f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step}; lower it or raise grpo.max_num_epochs"
+        )
+    digests = {"dataset": splits.digest(), "tokenizer": tokenizer_digest}
+    if not store.exists(layout.run()):
+        fields = {"format": FORMAT, "config": config.model_dump(mode="json"), "digests": digests, "prompts": len(splits.train)}
+        write_record(store, layout.run(), fields)
+        return Run(config, store, splits, {}, steps)
+    recorded = read_record(store, layout.run())
+    if recorded["format"] != FORMAT:
+        raise RunRefused(f"run {config.run_id} in {store.url} has format {recorded['format']}, this version writes {FORMAT}; continue it with the version that made it")
+    before = RunConfig.model_validate(recorded["config"])
+    keys = recipe.changed_keys(before, config)
+    refused = [key for key in keys if not recipe.continuable(key)]
+    if refused:
+        raise RunRefused(f"run {config.run_id} in {store.url} was made with another {', '.join(refused)}; change it back, or choose another --run-id")
+    for name, digest in digests.items():
+        if recorded["digests"][name] != digest:
+            raise RunRefused(f"run {config.run_id} in {store.url} was made with another {name}; bring the old one back, or choose another --run-id")
+    new = recipe.leaves(config)
+    return Run(config, store, splits, {key: new.get(key) for key in keys}, steps)
+
+
+def newest_checkpoint(run: Run, warn: Callable[[str], None]) -> Manifest | None:
+    """The checkpoint to resume from, every byte of it verified; None for a run that has none."""
+
+    def damaged(name: CheckpointName, error: DamagedCheckpoint) -> None:
+        warn(f"checkpoint {name.attempt}/{name.step} is skipped: {error}")
+
+    return newest_valid(run.store, on_damaged=damaged)
+
+
+def finished_run(config: RunConfig, store: ObjectStore) -> int | None:
+    """The number of steps of a recorded run that has nothing left to do; None if there is work, or no run yet."""
+    if not store.exists(layout.run()):
+        return None
+    recorded = read_record(store, layout.run())
+    if recorded["format"] != FORMAT or any(not recipe.continuable(key) for key in recipe.changed_keys(RunConfig.model_validate(recorded["config"]), config)):
+        return None
+    steps = last_step(config.grpo, prompts=recorded["prompts"])
+    return steps if is_finished(config, store, steps) else None
+
+
+def is_finished(config: RunConfig, store: ObjectStore, steps: int) -> bool:
+    """Whether the newest checkpoint is that of the last step and, if one was asked for, the last evaluation is there."""
+    names = committed(store)
+    if not names or names[-1].step < steps:
+        return False
+    return not config.evaluation.at_end or has_evaluation(store, steps // config.refit.every_steps)
+
+
+def has_evaluation(store: ObjectStore, version: int) -> bool:
+    """Whether any attempt evaluated this version."""
+    names = (layout.parse_evaluation(key) for key in store.list(layout.evaluations_prefix(), recursive=True))
+    return any(name is not None and name.version == version for name in names)
+
+
+def check_owner(store: ObjectStore, *, take_over: bool) -> None:
+    """Raise RunRefused while the flow that claimed the newest attempt lives."""
+    claim = newest(store)
+    if claim is None or take_over:
+        return
+    if claim.host == socket.gethostname():
+        if claim.pid != os.getpid() and _lives(claim.pid, claim.pid_started_at):
+            raise RunRefused(
+                f"run in {store.url} belongs to process {claim.pid} on this host, which is alive; wait for it, stop it, or fence it with --take-over"
+            )
+        return
+    silent = time.time() - last_sign(store, claim)
+    if silent < SILENCE_SECONDS:
+        raise RunRefused(
+            f"run in {store.url} belongs to process {claim.pid} on {claim.host}, last heard of {silent:.0f} s ago; wait until it has been silent for "
+            f"{SILENCE_SECONDS:.0f} s, or fence it with --take-over"
+        )
+
+
+def last_sign(store: ObjectStore, claim: AttemptClaim) -> float:
+    """When the owner of an attempt last showed that it lives, in Unix seconds."""
+    try:
+        return float(json.loads(store.get(layout.progress(claim.attempt, "flow")))["at"])
+    except ObjectMissing:
+        return claim.claimed_at
+
+
+def claim_attempt(run: Run, parent: Manifest | None) -> AttemptClaim:
+    """Claim the next attempt for this process, resuming from `parent`."""
+    return claim_next(
+        run.store,
+        parent=None if parent is None else (parent.attempt, parent.step),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        pid_started_at=psutil.Process().create_time(),
+        claimed_at=time.time(),
+        config_changes=run.changes,
+    )
+
+
+def _lives(pid: int, started_at: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - started_at) < 1.0
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,128 @@
+"""Child processes that never outlive the flow.
+
+Contract: a child gets a session of its own, so one signal reaches all it started; it is told to end by SIGTERM, then
+SIGKILL after its grace; when this process dies, however it dies, a guardian that holds the other end of a pipe kills
+the whole session. Start children from any thread. `Child.tail` is what to show when it ends badly.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_BYTES = 4096
+# Runs beside each child. It reads a pipe that only the flow holds open: end of file means the flow is gone, and then
+# everything that descends from the child's session goes too, however deep. PR_SET_PDEATHSIG would not reach that far.
+GUARDIAN = """
+import os, signal, sys
+session = int(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while os.read(0, 1):
+    pass
+try:
+    os.killpg(session, signal.SIGKILL)
+except ProcessLookupError:
+    sys.exit(0)
+"""
+
+
+class ChildFailed(RuntimeError):
+    """A child process that ended when it should not have; the message shows its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to start. `environment` is the whole environment; it may hold keys, so it is never printed."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    grace_seconds: float = 10.0
+
+
+class Child:
+    """One running child process and its guardian."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        with command.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                list(command.arguments),
+                env=dict(command.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._guardian = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", GUARDIAN, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its session and process group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int:
+        """The exit status. Raise subprocess.TimeoutExpired."""
+        return self._process.wait(seconds)
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines it has written since this start."""
+        with self.command.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def failure(self) -> ChildFailed:
+        """Why its end is an error, in one sentence and its last lines."""
+        status = self.poll()
+        how = f"was killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"exited with status {status}"
+        return ChildFailed(f"{self.command.name} {how}; its last lines, of {self.command.log}, are:\n{self.tail()}")
+
+    def terminate(self) -> None:
+        """Ask the whole session to end; `stop` sees to it that it does."""
+        self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the whole session: SIGTERM, its grace, SIGKILL. Returns when nothing of it is left."""
+        deadline = time.monotonic() + self.command.grace_seconds
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+        # What it had started may linger when it did not take its own children along.
+        self._signal(signal.SIGKILL)
+        assert self._guardian.stdin is not None
+        self._guardian.stdin.close()
+        self._guardian.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return  # already gone, which is what was wanted
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()

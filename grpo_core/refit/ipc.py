@@ -1,0 +1,89 @@
+"""Transfer through CUDA IPC: trainer and engine share one GPU and hand over memory handles, not bytes.
+
+For a trainer of one process and engines on the same host and the same physical GPU. The handles travel as a
+pickle over HTTP, written by this process and read by an engine that was told to trust it
+(`VLLM_ALLOW_INSECURE_SERIALIZATION=1`), so the engine must listen on loopback only. The trainer must not use
+`expandable_segments`.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from grpo_core.refit.control import EngineControl
+from grpo_core.refit.nccl import HeldWeights, PhaseClient, TrainerEngine, await_link, on_device
+from grpo_core.refit.transfer import TransferError, Weights
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def encode_handles(update_info: dict[str, Any]) -> dict[str, Any]:
+    """The update in the form vLLM's HTTP route expects: memory handles as a pickle in base64."""
+    plain = {key: value for key, value in update_info.items() if key != "ipc_handles"}
+    handles = update_info.get("ipc_handles")
+    if handles is not None:
+        plain["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode("ascii")
+    return plain
+
+
+Connect = Callable[[int, PhaseClient, HeldWeights], TrainerEngine]
+
+
+def connect_ipc(buffer_bytes: int, client: PhaseClient, source: HeldWeights) -> TrainerEngine:
+    """A link over a packed staging buffer of `buffer_bytes`, at least the size of the largest tensor."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)  # type: ignore[arg-type]
+
+
+class IpcTransfer:
+    """Transfer on one shared GPU. `buffer_bytes` bounds the staging memory and must hold the largest tensor."""
+
+    concurrent = False
+
+    def __init__(self, buffer_bytes: int, connect: Connect = connect_ipc) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._connect = connect
+        self._links: dict[str, tuple[TrainerEngine, PhaseClient, HeldWeights]] = {}
+
+    def is_open(self, engine: str) -> bool:
+        return engine in self._links
+
+    def open(self, engine: EngineControl, deadline_seconds: float) -> None:
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise TransferError(
+                f"ipc serves a trainer of one process, not {torch.distributed.get_world_size()}; "
+                "set refit.backend to nccl"
+            )
+        if urlsplit(engine.url).hostname not in LOOPBACK:
+            raise TransferError(f"ipc needs an engine on loopback, not {engine.url}; start it with host 127.0.0.1")
+        client, source = PhaseClient(engine, deadline_seconds, encode_handles), HeldWeights()
+        link = on_device(lambda: self._connect(self._buffer_bytes, client, source))
+        self._links[engine.name] = (await_link(link, deadline_seconds, engine, "connect"), client, source)
+
+    def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
+        largest = max(weights.tensors, key=lambda named: named[1].nbytes)
+        if largest[1].nbytes > self._buffer_bytes:
+            raise TransferError(
+                f"tensor {largest[0]} of {largest[1].nbytes} bytes does not fit the ipc buffer of "
+                f"{self._buffer_bytes}; enlarge the buffer"
+            )
+        link, client, source = self._links[engine.name]
+        client.engine, client.deadline_seconds, source.weights = engine, deadline_seconds, weights
+        try:
+            await_link(on_device(link.send_weights), deadline_seconds, engine, "receive the weights")
+        finally:
+            source.weights = None
+
+    def close(self, engine: str) -> None:
+        link = self._links.pop(engine, None)
+        if link is not None:
+            link[0].shutdown()

@@ -1,0 +1,213 @@
+"""The asynchronous client of one engine: generate, score, abort, and look at its state.
+
+A turn that leaves this module is complete and believable: one finite log-prob per token and version spans
+that cover every token (`rollout.wire` checks it). Errors say what to do next: `EngineRejected` is a bug of
+ours and never retried, `EngineUnavailable` is retried on another engine, `InvalidGeneration` is discarded.
+Every call has a deadline; cancelling one closes its connection, which makes the engine drop the request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from grpo_core.rollout.wire import (
+    REQUEST_PREFIX,
+    InvalidGeneration,
+    SamplingSettings,
+    generate_request,
+    parse_scores,
+    parse_turns,
+    score_request,
+)
+from grpo_core.trajectory import Turn
+
+__all__ = ["EngineClient", "EngineRejected", "EngineUnavailable", "InvalidGeneration"]
+
+# What is read from /metrics, by our names.
+METRICS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_usage": "vllm:kv_cache_usage_perc",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(\S+)")
+
+
+class EngineRejected(RuntimeError):
+    """The engine refused the request (4xx): another engine would refuse it too."""
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine failed, was lost or did not answer in time: another engine may do."""
+
+
+class EngineClient:
+    """The engine at `url`. `name` goes into turns and messages. The session is shared and not closed here.
+
+    The session must allow as many connections as requests are to be in flight: an engine batches only what has
+    reached it (aiohttp's default connector stops at 100).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        session: aiohttp.ClientSession,
+        name: str = "",
+        api_key: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.name = name or self.url
+        self._session = session
+        self._clock = clock
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        request_id: str,
+        sampling: SamplingSettings,
+        max_tokens: int,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        cache_salt: str,
+        deadline_seconds: float,
+    ) -> Turn:
+        """One continuation of `prompt_ids`, a function of `seed` as far as the engine's batching allows."""
+        turns = await self.generate_many(
+            prompt_ids,
+            1,
+            request_id=request_id,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
+            deadline_seconds=deadline_seconds,
+        )
+        return turns[0]
+
+    async def generate_many(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        *,
+        request_id: str,
+        sampling: SamplingSettings,
+        max_tokens: int,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        cache_salt: str,
+        deadline_seconds: float,
+    ) -> list[Turn]:
+        """`n` continuations of one prompt by one request: the prompt is read once, the answers come together.
+
+        The engine derives a different seed for each choice from `seed`.
+        """
+        body = generate_request(
+            prompt_ids,
+            request_id=request_id,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
+            n=n,
+        )
+        submitted_at = self._clock()
+        answer = await self._post("/inference/v1/generate", body, deadline_seconds)
+        return parse_turns(
+            answer, prompt_ids, n, engine=self.name, submitted_at=submitted_at, finished_at=self._clock()
+        )
+
+    async def score(self, token_ids: Sequence[int], *, cache_salt: str, deadline_seconds: float) -> list[float]:
+        """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it. Needs a salt never used before."""
+        body = score_request(token_ids, cache_salt)
+        return parse_scores(await self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
+
+    async def abort(self, request_id: str, *, deadline_seconds: float) -> None:
+        """End a request of this client; its caller gets what was generated, with finish reason `abort`."""
+        await self._post("/abort_requests", {"request_ids": [REQUEST_PREFIX + request_id]}, deadline_seconds)
+
+    async def is_healthy(self, *, deadline_seconds: float) -> bool:
+        """Whether the engine says it can serve."""
+        try:
+            await self._text("GET", "/health", None, deadline_seconds)
+        except (EngineUnavailable, EngineRejected):
+            return False
+        return True
+
+    async def weight_stamp(self, *, deadline_seconds: float) -> str:
+        """The stamp the engine samples with now; `default` when it was never refitted since it started."""
+        return str((await self._object("GET", "/weight_info", None, deadline_seconds))["weight_version"])
+
+    async def world_size(self, *, deadline_seconds: float) -> int:
+        """Workers of the engine: tensor, pipeline and data parallel."""
+        return int((await self._object("GET", "/get_world_size", None, deadline_seconds))["world_size"])
+
+    async def metrics(self, *, deadline_seconds: float) -> dict[str, float]:
+        """The engine's load and totals under the names of METRICS; a value it does not report is absent."""
+        return parse_metrics(await self._text("GET", "/metrics", None, deadline_seconds))
+
+    async def _post(self, path: str, body: Mapping[str, Any], deadline_seconds: float) -> dict[str, Any]:
+        return await self._object("POST", path, body, deadline_seconds)
+
+    async def _object(
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_seconds: float
+    ) -> dict[str, Any]:
+        text = await self._text(method, path, body, deadline_seconds)
+        try:
+            # Python's JSON reads NaN and Infinity as such, so that the checks above see and name them.
+            answer = json.loads(text)
+        except ValueError as error:
+            raise InvalidGeneration("json", f"engine {self.name}: {path} answered no JSON: {text[:100]!r}") from error
+        if not isinstance(answer, dict):
+            raise InvalidGeneration("json", f"engine {self.name}: {path} answered {text[:100]!r}, not an object")
+        return answer
+
+    async def _text(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_seconds: float) -> str:
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                json=body,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=deadline_seconds),
+            ) as response:
+                text = await response.text()
+                status = response.status
+        except TimeoutError as error:
+            raise EngineUnavailable(
+                f"engine {self.name}: {method} {path} got no answer within {deadline_seconds:g} s"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"engine {self.name}: {method} {path} lost its connection: {error!r}") from error
+        if 400 <= status < 500:
+            raise EngineRejected(f"engine {self.name} rejected {method} {path} with {status}: {text[:500]}")
+        if status != 200:
+            raise EngineUnavailable(f"engine {self.name}: {method} {path} answered {status}: {text[:500]}")
+        return text
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """The METRICS of a Prometheus exposition, summed over labels."""
+    names = {theirs: ours for ours, theirs in METRICS.items()}
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is not None and match[1] in names:
+            ours = names[match[1]]
+            totals[ours] = totals.get(ours, 0.0) + float(match[2])
+    return totals

@@ -1,0 +1,179 @@
+"""From one prompt to one whole, scored group, as rows of a shard.
+
+Invariants: token ids go in and out, text is never tokenized again; every request has a seed derived from (run seed,
+ordinal, rollout, turn) and a deadline; a rollout that fails is tried again within its budget, and when one fails for
+good the whole group becomes a tombstone: rows with status `failed` and the cause, never a zero reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from grpo_core.config import RunConfig
+from grpo_core.rollout.chat import Chat
+from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
+from grpo_core.rollout.pool import NoEngine, Pool
+from grpo_core.rollout.reconcile import reconcile
+from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores
+from grpo_core.rollout.wire import InvalidGeneration
+from grpo_core.trajectory import Prompt, Rollout, Turn
+
+OK, FAILED = "ok", "failed"
+
+
+class RolloutFailed(RuntimeError):
+    """A rollout that failed more often than its budget allows; the message names the last cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """What is needed to turn prompts into groups. Shared by all leases of a process."""
+
+    config: RunConfig
+    chat: Chat
+    pool: Pool
+    rewards: RewardWorkers
+
+    async def group(self, prompt: Prompt, session: aiohttp.ClientSession, *, attempt: int) -> list[dict[str, Any]]:
+        """The rows of one group, scored, or its tombstone."""
+        members = range(self.config.grpo.num_generations_per_prompt)
+        tasks = [asyncio.create_task(self._rollout(prompt, member, session, attempt)) for member in members]
+        try:
+            rollouts = await asyncio.gather(*tasks)
+            scores = await asyncio.to_thread(self._score, prompt, rollouts)
+        except (RolloutFailed, RewardError) as error:
+            return [{**self._facts(prompt, 0), **_tombstone(error)}]
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [row for rollout in rollouts for row in self._rows(prompt, rollout, scores)]
+
+    async def _rollout(self, prompt: Prompt, member: int, session: aiohttp.ClientSession, attempt: int) -> Rollout:
+        ids = self.chat.render(prompt.messages)
+        seed = derived_seed(self.config.seed, prompt.ordinal, member, 0)
+        request_id = f"{self.config.run_id}-{attempt}-{prompt.ordinal}-{member}-0"
+        turn = await self.turn(ids, session, request_id=request_id, seed=seed, temperature=self.config.sampling.temperature)
+        messages = [*prompt.messages, {"role": "assistant", "content": self.chat.text(turn.output_ids)}]
+        return Rollout(member, [turn], messages, turn.finish_reason, seed)
+
+    async def turn(self, ids: Sequence[int], session: aiohttp.ClientSession, *, request_id: str, seed: int, temperature: float) -> Turn:
+        """One engine call, tried on other engines within the budget. Raise RolloutFailed."""
+        config = self.config
+        budget = min(config.generation.max_completion_length, config.model.context_length - len(ids))
+        if budget < 1:
+            raise RolloutFailed(f"the prompt has {len(ids)} tokens and leaves no room in model.context_length={config.model.context_length}; shorten it")
+        for tried in range(1, config.generation.max_rollout_attempts + 1):
+            try:
+                async with self.pool.engine(weight=1, deadline_seconds=config.pool.start_timeout_seconds) as member:
+                    client = EngineClient(member.url, session=session, name=member.name)
+                    return await client.generate(
+                        ids,
+                        request_id=f"{request_id}-{tried}",
+                        sampling=config.sampling.model_copy(update={"temperature": temperature}),
+                        max_tokens=budget,
+                        seed=seed,
+                        stop_token_ids=self.chat.stop_token_ids,
+                        cache_salt=str(self.pool.stamp),
+                        deadline_seconds=config.generation.request_timeout_seconds,
+                    )
+            except (EngineRejected, NoEngine) as error:
+                raise RolloutFailed(str(error)) from error
+            except (EngineUnavailable, InvalidGeneration) as error:
+                cause = error
+                # An engine that just died is ejected within a second; asking it again at once would spend the budget.
+                await asyncio.sleep(min(8.0, 0.5 * 2**tried))
+        raise RolloutFailed(f"{config.generation.max_rollout_attempts} attempts failed, the last with: {cause}") from cause
+
+    def _score(self, prompt: Prompt, rollouts: list[Rollout]) -> Scores:
+        size = len(rollouts)
+        return self.rewards.score(
+            prompts=[prompt.messages] * size,
+            completions=[rollout.messages[len(prompt.messages) :] for rollout in rollouts],
+            completion_ids=[[token for turn in rollout.turns for token in turn.output_ids] for rollout in rollouts],
+            columns={name: [value] * size for name, value in prompt.columns.items()},
+        )
+
+    def _rows(self, prompt: Prompt, rollout: Rollout, scores: Scores) -> list[dict[str, Any]]:
+        sequences, _ = reconcile(rollout.turns, fork_threshold_tokens=self.config.generation.fork_threshold_tokens)
+        reward = scores.rewards[rollout.index]
+        outcome = {
+            "reward": None if math.isnan(reward) else reward,
+            "reward_components": [(name, values[rollout.index]) for name, values in scores.components.items()],
+            "finish_reason": rollout.finish_reason,
+            "status": OK,
+            "messages": json.dumps(rollout.messages),
+            "turns": len(rollout.turns),
+            "tool_calls": rollout.tool_calls,
+            "tool_failures": rollout.tool_failures,
+            "tool_seconds": rollout.tool_seconds,
+            "seed": rollout.seed,
+            "engine": rollout.turns[0].engine,
+            "submitted_at": rollout.turns[0].submitted_at,
+            "first_token_at": rollout.turns[0].first_token_at,
+            "finished_at": rollout.turns[-1].finished_at,
+        }
+        rows = []
+        for number, sequence in enumerate(sequences):
+            spans = [{"attempt": s.attempt, "version": s.version, "start": s.start, "end": s.end} for s in sequence.spans]
+            tokens = {
+                "sequence": number,
+                "prompt_length": sequence.prompt_length,
+                "token_ids": sequence.ids,
+                "loss_mask": [bool(trained) for trained in sequence.mask],
+                "logprobs": sequence.logprobs,
+                "version_spans": spans,
+                "min_version": min(span.version for span in sequence.spans),
+                "max_version": max(span.version for span in sequence.spans),
+            }
+            rows.append({**self._facts(prompt, rollout.index), **outcome, **tokens})
+        return rows
+
+    def _facts(self, prompt: Prompt, member: int) -> dict[str, Any]:
+        sampling = self.config.sampling
+        return {
+            "run_id": self.config.run_id,
+            "ordinal": prompt.ordinal,
+            "group_id": f"{self.config.run_id}-{prompt.ordinal}",
+            "rollout": member,
+            "epoch": prompt.epoch,
+            "dataset_index": prompt.dataset_index,
+            "environment": self.config.data.source.kind,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "max_tokens": self.config.generation.max_completion_length,
+        }
+
+
+def _tombstone(error: Exception) -> dict[str, Any]:
+    return {
+        "sequence": 0,
+        "prompt_length": 0,
+        "token_ids": [],
+        "loss_mask": [],
+        "logprobs": [],
+        "version_spans": [],
+        "engine": "",
+        "finish_reason": "error",
+        "status": FAILED,
+        "error": f"{type(error).__name__}: {error}",
+        "messages": "[]",
+        "turns": 0,
+        "tool_calls": 0,
+        "tool_failures": 0,
+    }
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed below 2⁶³ that is different for different parts."""
+    text = ".".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,182 @@
+"""The wire format of an engine's `/inference/v1/generate`: token ids in; token ids, log-probs and spans out.
+
+Pure functions between plain data and JSON objects. vLLM ignores unknown keys without a word, so requests are
+built here and nowhere else; and it answers 200 with -9999 where a log-prob was NaN or infinite, so answers are
+believed only after the checks here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from grpo_core.trajectory import Stamp, Turn, VersionSpan
+
+# vLLM puts this prefix before the request id it was given; /abort_requests knows only the whole.
+REQUEST_PREFIX = "generate-tokens-"
+# vLLM reports NaN and -inf as -9999.
+LOWEST_LOGPROB = -9998.0
+
+
+class InvalidGeneration(RuntimeError):
+    """An engine's answer that must not be trained on; `reason` is one word for counting."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class SamplingSettings(Protocol):
+    """How tokens are drawn. Every value is sent explicitly, so no default of the engine or the model applies."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+
+
+def generate_request(
+    prompt_ids: Sequence[int],
+    *,
+    request_id: str,
+    sampling: SamplingSettings,
+    max_tokens: int,
+    seed: int,
+    stop_token_ids: Sequence[int],
+    cache_salt: str,
+    n: int = 1,
+) -> dict[str, Any]:
+    """The request for `n` independent continuations of one prompt. The same seed gives the same `n` answers.
+
+    `logprobs: 0` asks for the log-prob of the sampled token alone, the cheapest exact form.
+    """
+    return {
+        "request_id": request_id,
+        "token_ids": list(prompt_ids),
+        "cache_salt": cache_salt,
+        "stream": False,
+        "sampling_params": {
+            "n": n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_tokens": max_tokens,
+            "min_tokens": 0,
+            "seed": seed,
+            "stop_token_ids": list(stop_token_ids),
+            "ignore_eos": False,
+            "logprobs": 0,
+            "skip_special_tokens": False,
+            "detokenize": False,
+        },
+    }
+
+
+def score_request(token_ids: Sequence[int], cache_salt: str) -> dict[str, Any]:
+    """The request for the log-probs of a given sequence, at temperature 1 and bypassing any cached prefix."""
+    return {
+        "token_ids": list(token_ids),
+        "cache_salt": cache_salt,
+        "stream": False,
+        "sampling_params": {
+            "n": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "skip_special_tokens": False,
+            "detokenize": False,
+        },
+    }
+
+
+def parse_turns(
+    answer: Mapping[str, Any],
+    prompt_ids: Sequence[int],
+    n: int,
+    *,
+    engine: str,
+    submitted_at: float,
+    finished_at: float,
+) -> list[Turn]:
+    """The `n` choices of an answer as turns, in the order of their indices. Raises InvalidGeneration."""
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        indices = [choice["index"] for choice in choices]
+    except (KeyError, TypeError) as error:
+        raise InvalidGeneration("shape", f"engine {engine} answered without usable choices: {error!r}") from error
+    if indices != list(range(n)):
+        raise InvalidGeneration("choices", f"engine {engine} answered choices {indices}, expected 0 to {n - 1}")
+    return [_turn(choice, prompt_ids, engine, submitted_at, finished_at) for choice in choices]
+
+
+def _turn(choice: Mapping[str, Any], prompt_ids: Sequence[int], engine: str, submitted: float, finished: float) -> Turn:
+    try:
+        ids = [int(token) for token in choice["token_ids"]]
+        content = (choice["logprobs"] or {}).get("content") or []
+        logprobs = [entry["logprob"] for entry in content]
+        raw_spans = list(choice.get("weight_versions") or [])
+        reason = str(choice["finish_reason"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidGeneration("shape", f"engine {engine} answered a malformed choice: {error!r}") from error
+    if len(logprobs) != len(ids):
+        raise InvalidGeneration(
+            "logprob_count", f"engine {engine} gave {len(logprobs)} log-probs for {len(ids)} tokens"
+        )
+    checked = [_logprob(value, engine) for value in logprobs]
+    spans = parse_spans(raw_spans, len(ids), engine)
+    return Turn(list(prompt_ids), ids, checked, spans, reason, engine, submitted, 0.0, finished)
+
+
+def _logprob(value: Any, engine: str) -> float:
+    """A believable log-prob in nats, or InvalidGeneration."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidGeneration("logprob_missing", f"engine {engine} gave log-prob {value!r}; its output is discarded")
+    if not math.isfinite(value) or value <= LOWEST_LOGPROB or value > 0.001:
+        raise InvalidGeneration("logprob_value", f"engine {engine} gave log-prob {value}; its weights may be damaged")
+    return float(value)
+
+
+def parse_spans(raw: Sequence[Mapping[str, Any]], tokens: int, engine: str) -> tuple[VersionSpan, ...]:
+    """The engine's version spans: contiguous and covering all `tokens`, or InvalidGeneration."""
+    spans: list[VersionSpan] = []
+    position = 0
+    for span in raw:
+        try:
+            stamp = Stamp.parse(str(span["version"]))
+            start, end = int(span["start"]), int(span["end"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidGeneration("version", f"engine {engine} sampled with unstamped weights: {error}") from error
+        if start != position or end <= start:
+            raise InvalidGeneration("spans", f"engine {engine} gave span {start} to {end} where {position} was due")
+        spans.append(VersionSpan(stamp.attempt, stamp.version, start, end))
+        position = end
+    if position != tokens:
+        raise InvalidGeneration("spans", f"engine {engine} stamped {position} of {tokens} tokens")
+    return tuple(spans)
+
+
+def parse_scores(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Log-probs (nats) of `token_ids[1:]` from the answer to a `score_request`; NaN where the engine has no value."""
+    try:
+        entries = answer["prompt_logprobs"][1:]
+        values = [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidGeneration(
+            "scores", f"the engine answered no log-probs for the given tokens: {error!r}"
+        ) from error
+    return [float(value) if value is not None and value > LOWEST_LOGPROB else math.nan for value in values]

@@ -1,0 +1,197 @@
+"""The trainer process: `torchrun … -m grpo_core.training --root URL --run-id ID --attempt N --policy DIRECTORY`.
+
+Every rank runs this. It shares nothing with the flow but the store; it ends by itself when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from grpo_core.config import RunConfig
+from grpo_core.recipe import with_changes
+from grpo_core.refit.gloo import GlooTransfer
+from grpo_core.refit.ipc import IpcTransfer
+from grpo_core.refit.nccl import NcclTransfer
+from grpo_core.refit.transfer import Transfer
+from grpo_core.schedule.frontier import Frontier, FrontierState
+from grpo_core.schedule.window import Window, last_step
+from grpo_core.training import checkpoint
+from grpo_core.training.conductor import Conductor
+from grpo_core.training.feed import Feed, PartCache
+from grpo_core.training.loop import Rank, follow
+from grpo_core.training.model import load_policy
+from grpo_core.training.optimizer import make_optimizer
+from storage import layout
+from storage.attempts import Fence, read_attempt
+from storage.checkpoints import Manifest, read_manifest
+from storage.ledger import LedgerWriter, Totals, newest_footer
+from storage.objects import ObjectStore
+from storage.records import read_record
+from storage.trajectories import TrajectoryStore
+
+# vLLM's packed IPC buffer must hold the largest tensor, which is the embedding.
+IPC_BUFFER_BYTES = 2 << 30
+
+
+def main() -> None:
+    """Run this rank to the end of the run, or until it is told to stop."""
+    arguments = _arguments()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+    store = ObjectStore.open(layout.run_root(arguments.root, arguments.run_id), json.loads(arguments.storage_options), client=arguments.storage_client)
+    claim = read_attempt(store, arguments.attempt)
+    described = read_record(store, layout.run())
+    config = with_changes(RunConfig.model_validate(described["config"]), claim.config_changes)
+    device = _join_group(config)
+    torch.manual_seed(config.seed + dist.get_rank())
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = load_policy(
+        arguments.policy,
+        dtype=getattr(torch, config.model.dtype),
+        temperature=config.sampling.temperature,
+        mesh=mesh,
+        activation_checkpointing=config.training.activation_checkpointing,
+    )
+    optimizer = make_optimizer(policy, config.optimizer)
+    manifest = read_manifest(store, *claim.parent) if claim.parent is not None else None
+    if manifest is not None:
+        _restore(store, manifest, policy, optimizer)
+
+    fence = Fence(store, claim.attempt)
+    trajectories = TrajectoryStore(store, claim.attempt, fence=fence.check)
+    cache = PartCache(trajectories)
+    rank = Rank(config, store, claim.attempt, policy, optimizer, cache, device, _transfer(config) if dist.get_rank() == 0 else None)
+    commands = None
+    if dist.get_rank() == 0:
+        conductor = _conductor(config, store, claim.attempt, manifest, trajectories, cache, fence, stop, last_step(config.grpo, prompts=described["prompts"]))
+        commands = conductor.commands()
+    follow(rank, commands)
+    dist.destroy_process_group()
+
+
+def _conductor(
+    config: RunConfig,
+    store: ObjectStore,
+    attempt: int,
+    manifest: Manifest | None,
+    trajectories: TrajectoryStore,
+    cache: PartCache,
+    fence: Fence,
+    stop: threading.Event,
+    steps: int,
+) -> Conductor:
+    keep = config.checkpointing.load_replay_buffer
+    frontier = Frontier()
+    if manifest is not None:
+        frontier = Frontier.resume(FrontierState.from_json(manifest.frontier), keep_buffered=keep)
+    feed = Feed(store, trajectories, attempt, frontier, cache)
+    if manifest is not None and keep:
+        feed.restore(manifest.pinned, manifest.frontier["buffered"])
+    footer = newest_footer(store)
+    return Conductor(
+        config=config,
+        store=store,
+        attempt=attempt,
+        window=Window.of(config.grpo, config.refit, steps=steps),
+        done=0 if manifest is None else manifest.step,
+        feed=feed,
+        ledger=LedgerWriter(store, attempt, fence=fence.check),
+        totals=Totals() if footer is None else footer.totals,
+        fence=fence.check,
+        stopping=stop.is_set,
+        report=_Report(store, attempt),
+        ranks=dist.get_world_size(),
+    )
+
+
+class _Report:
+    """The trainer's progress record: a hint for the flow and for people, overwritten as it goes."""
+
+    def __init__(self, store: ObjectStore, attempt: int) -> None:
+        self._store = store
+        self._key = layout.progress(attempt, "trainer")
+        self._content: dict[str, Any] = {}
+
+    def __call__(self, content: dict[str, Any]) -> None:
+        self._content |= content | {"at": time.time()}
+        self._store.put(self._key, json.dumps(self._content).encode())
+
+
+def _restore(store: ObjectStore, manifest: Manifest, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    prefix = layout.checkpoint(manifest.attempt, manifest.step)
+    local = store.local_path(prefix)
+    if local is not None:
+        checkpoint.load(local, policy, optimizer)
+    else:
+        with tempfile.TemporaryDirectory(prefix="forebay-resume-") as name:
+            store.download(prefix, Path(name))
+            checkpoint.load(Path(name), policy, optimizer)
+    states = manifest.extra["random_states"]
+    # With another number of ranks no state is anybody's; each rank then keeps its fresh seed.
+    if len(states) == dist.get_world_size():
+        checkpoint.restore_random_states(states[dist.get_rank()])
+
+
+def _transfer(config: RunConfig) -> Transfer:
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1") if config.training.nodes > 1 else "127.0.0.1"
+    match config.refit.backend:
+        case "gloo":
+            return GlooTransfer(host)
+        case "nccl":
+            return NcclTransfer(host)
+        case "ipc":
+            return IpcTransfer(IPC_BUFFER_BYTES)
+
+
+def _join_group(config: RunConfig) -> torch.device:
+    timeout = timedelta(seconds=config.training.step_timeout_seconds + 120)
+    if config.training.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        # Objects and scalars travel over gloo beside NCCL, so that commands never wait behind gradients.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        return device
+    torch.set_num_threads(config.training.threads)
+    dist.init_process_group("gloo", timeout=timeout)
+    return torch.device("cpu")
+
+
+def _end_with_parent(parent: int) -> None:
+    """torchrun may be killed outright, and then nobody would tell its ranks."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    print("the parent process is gone; ending", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m grpo_core.training", description=__doc__)
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--policy", required=True, type=Path, help="directory of the weights of version 0")
+    parser.add_argument("--storage-options", default="{}", help="JSON")
+    parser.add_argument("--storage-client", default="fsspec")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What the trainer does next: rank 0's side of the training loop, as a generator of commands.
+
+    refit (cold) → for each step: admit → step → ledger → refit → checkpoint
+
+Rank 0 yields a command, every rank of the group carries it out, and the result comes back from the yield. So the
+whole algorithm reads top to bottom here, while the other ranks only follow.
+
+Invariants: the ledger of a step is durable before its weights leave for the engines, and both before the manifest;
+the fence is checked before each of them; drops and returns are written within `flush_seconds` of being decided, so
+useless groups free their capacity before the step can happen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_core.config import RunConfig
+from grpo_core.objective.advantages import group_advantages
+from grpo_core.objective.losses import Denominators
+from grpo_core.refit.control import EngineAddress
+from grpo_core.refit.coordinator import RefitFailed, RefitResult
+from grpo_core.schedule.window import Window
+from grpo_core.training.accounts import Decisions, step_rows
+from grpo_core.training.feed import BufferedGroup, Feed
+from grpo_core.training.optimizer import learning_rate
+from grpo_core.training.packing import pack
+from grpo_core.training.step import StepPlan, StepResult
+from grpo_core.trajectory import Stamp
+from storage import layout
+from storage.ledger import LedgerWriter, Totals, ledger_rows
+from storage.objects import ObjectStore
+from storage.pool import RefitRecord, read_pool_changes, write_refit
+
+POLL_SECONDS = 0.03
+# The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
+IDLE_SECONDS = 20.0
+
+
+class TrainerStuck(RuntimeError):
+    """Nothing arrived to train on within the deadline; the message names what was waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to do yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """Move the weights into these engines as `stamp`. Result: RefitResult, or RefitFailed as a value."""
+
+    stamp: Stamp
+    engines: tuple[EngineAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint of step `step`. `facts` is what the manifest keeps beside the tensors."""
+
+    step: int
+    facts: dict[str, Any]
+
+
+Command = Idle | Step | Refit | Save
+Commands = Generator[Command, Any, None]
+
+
+class Conductor:
+    """Rank 0's knowledge of the run and its decisions. `stopping` says whether we were asked to end early."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        store: ObjectStore,
+        attempt: int,
+        window: Window,
+        done: int,
+        feed: Feed,
+        ledger: LedgerWriter,
+        totals: Totals,
+        fence: Callable[[], None],
+        stopping: Callable[[], bool],
+        report: Callable[[dict[str, Any]], None],
+        ranks: int,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._attempt = attempt
+        self._window = window
+        self._done = done
+        self._saved = done
+        self._feed = feed
+        self._ledger = ledger
+        self._totals = totals
+        self._fence = fence
+        self._stopping = stopping
+        self._report = report
+        self._ranks = ranks
+        self._engines: dict[str, EngineAddress] = {}
+        self._carrying: set[str] = set()
+        self._changes = -1
+        self._metrics: dict[str, float] = {}
+
+    def commands(self) -> Commands:
+        """The run, from the checkpoint it resumed from to its last step."""
+        yield from self._refit(self._done)
+        while self._done < self._window.steps and not self._stopping():
+            step = self._done + 1
+            waited = time.monotonic()
+            groups = yield from self._admit(step)
+            if not groups:
+                break
+            plan = self._plan(step, groups)
+            self._metrics = {"wait_seconds": time.monotonic() - waited}
+            result: StepResult = yield Step(plan)
+            self._record(plan, groups, result)
+            if self._window.refit_due(step):
+                yield from self._refit(step)
+            if step % self._config.checkpointing.save_period == 0 or step == self._window.steps:
+                yield from self._save()
+        if self._done > self._saved:
+            yield from self._save()
+
+    def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
+        """Wait until step `step` has enough admissible groups; meanwhile decide about the others and serve late engines.
+
+        Empty when we were asked to stop.
+        """
+        feed, progress, idle = self._feed, time.monotonic(), time.monotonic()
+        pending = Decisions()
+        while not self._stopping():
+            if feed.poll():
+                progress = time.monotonic()
+            admission = self._window.admit((group.candidate() for group in feed.groups.values()), step=step)
+            pending = pending.with_admission(admission, feed.groups, at=time.monotonic())
+            for ordinal in [*admission.returned, *admission.dropped]:
+                feed.groups.pop(ordinal)
+            if pending.due(time.monotonic(), self._config.generation.flush_seconds) or (pending and admission.trained):
+                self._flush(step, pending)
+                pending = Decisions()
+            if admission.trained:
+                return [feed.groups.pop(ordinal) for ordinal in admission.trained]
+            if self._joined():
+                yield from self._refit(self._done)
+            self._check_progress(step, progress)
+            if time.monotonic() - idle > IDLE_SECONDS:
+                self._fence()
+                yield Idle()
+                idle = time.monotonic()
+            time.sleep(POLL_SECONDS)
+        return []
+
+    def _check_progress(self, step: int, since: float) -> None:
+        limit = self._config.training.step_timeout_seconds
+        if time.monotonic() - since > limit:
+            counts = self._feed.frontier.counts()
+            raise TrainerStuck(
+                f"step {step} waited {limit:g} s without a new group: {len(self._feed.groups)} of {self._window.prompts_per_step} are buffered, "
+                f"{counts.in_flight} in flight; look at the generation tasks and engines, or raise training.step_timeout_seconds"
+            )
+
+    def _flush(self, step: int, pending: Decisions) -> None:
+        """Ledger what was dropped and returned, then let the frontier follow."""
+        rows = ledger_rows(pending.rows())
+        self._totals = self._totals.add(rows)
+        self._ledger.write_drops(step, rows, self._totals)
+        for reason, ordinals in pending.dropped_by_reason().items():
+            self._feed.frontier.dropped(ordinals, reason)
+        self._feed.frontier.returned(pending.returned_ordinals())
+
+    def _plan(self, step: int, groups: Sequence[BufferedGroup]) -> StepPlan:
+        """Advantages, packing and denominators of one step."""
+        config = self._config
+        rewards = np.array([group.rewards for group in groups], dtype=np.float64)
+        advantages = group_advantages(rewards, baseline=config.grpo.advantage_baseline, scale=config.grpo.advantage_scale)
+        places = [place for group in groups for place in group.places()]
+        rows = self._feed.cache.rows(places)
+        oldest = self._window.oldest_version(step)
+        trained = [int(row.fresh(oldest).sum()) for row in rows]
+        packed = pack([len(row.ids) for row in rows], rows=self._ranks, token_budget=config.packing.token_budget)
+        sequences = sum(tokens > 0 for tokens in trained)
+        return StepPlan(
+            step=step,
+            places=places,
+            advantages=[float(advantages[g, rollout]) for g, group in enumerate(groups) for rollout in group.rollouts],
+            micro_batches=packed.micro_batches,
+            oldest_version=oldest,
+            denominators=Denominators(float(sum(trained)), float(sequences), float(sequences * config.generation.max_completion_length)),
+            learning_rate=learning_rate(step - 1, self._window.steps, config.optimizer),
+        )
+
+    def _record(self, plan: StepPlan, groups: Sequence[BufferedGroup], result: StepResult) -> None:
+        """Ledger the step, durable before anything else happens because of it."""
+        version = self._window.training_version(plan.step)
+        account = step_rows(plan, groups, self._feed.cache.rows(plan.places), result, version=version, logprobs=self._config.logging.trainer_logprobs)
+        rows = ledger_rows(account.rows)
+        self._totals = self._totals.add(rows, account.lag_tokens)
+        self._metrics |= account.metrics
+        self._ledger.write_step(plan.step, rows, self._totals, self._metrics)
+        self._feed.frontier.trained([group.ordinal for group in groups], plan.step)
+        self._done = plan.step
+        self._feed.cache.keep(layout.part(p.attempt, p.lease, p.part) for p in {group.part for group in self._feed.groups.values()})
+        self._report({"step": plan.step, "metrics": self._metrics})
+
+    def _joined(self) -> bool:
+        """Read the pool's membership; whether an engine is there that does not carry our weights."""
+        for change in read_pool_changes(self._store, self._attempt, after=self._changes):
+            self._changes += 1
+            for name in change.left:
+                self._engines.pop(name, None)
+                self._carrying.discard(name)
+            self._engines |= {name: EngineAddress(name, url) for name, url in change.joined.items()}
+        return bool(self._engines.keys() - self._carrying)
+
+    def _refit(self, step: int) -> Generator[Command, Any, None]:
+        """Bring every engine of the pool to the weights after `step`; wait for an engine while there is none."""
+        stamp = Stamp(self._attempt, step // self._window.every_steps)
+        began = progress = time.monotonic()
+        self._carrying.clear()
+        while not self._stopping():
+            if self._joined():
+                self._fence()
+                engines = tuple(self._engines.values())
+                result: RefitResult | RefitFailed = yield Refit(stamp, engines)
+                for broken in result.broken:
+                    self._engines.pop(broken.name)
+                self._report({"broken_engines": {broken.name: f"{broken.phase}: {broken.cause}" for broken in result.broken}})
+                if isinstance(result, RefitResult):
+                    self._carrying |= set(result.refitted)
+                    write_refit(self._store, RefitRecord(self._attempt, stamp.version, step, result.refitted, result.seconds, result.canary))
+                    self._report({"refit": {"version": stamp.version, "seconds": time.monotonic() - began, "canary": max(result.canary.values(), default=0.0)}})
+                    return
+            if time.monotonic() - progress > IDLE_SECONDS:
+                self._fence()
+                yield Idle()
+                progress = time.monotonic()
+            limit = self._config.pool.start_timeout_seconds + self._config.refit.transfer_timeout_seconds
+            if time.monotonic() - began > limit:
+                raise TrainerStuck(f"no engine took the weights {stamp} within {limit:g} s; look at the engines' logs")
+            time.sleep(POLL_SECONDS)
+
+    def _save(self) -> Generator[Command, Any, None]:
+        state = self._feed.frontier.checkpoint()
+        pinned = {group.part for group in self._feed.groups.values()}
+        self._fence()
+        yield Save(
+            self._done,
+            {
+                "version": self._done // self._window.every_steps,
+                "frontier": state.to_json(),
+                "pinned": [[part.attempt, part.lease, part.part] for part in sorted(pinned)],
+                "metrics": {name: value for name, value in self._metrics.items() if np.isfinite(value)},
+            },
+        )
+        self._saved = self._done

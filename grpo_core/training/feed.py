@@ -1,0 +1,176 @@
+"""What rank 0 learns from the store: leases in flight, groups that arrived, decisions to take.
+
+Invariants: the frontier here moves only by what is durable in the store (lease records, parts) and by what rank 0
+itself decides and ledgers; parts are read whole and once; the cost of a poll is that of the open leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from grpo_core.rollout.group import OK
+from grpo_core.schedule.frontier import Frontier
+from grpo_core.schedule.window import Candidate
+from grpo_core.training.batch import Row
+from grpo_core.training.step import Place
+from grpo_core.trajectory import VersionSpan
+from storage import layout
+from storage.layout import PartName
+from storage.leases import list_leases
+from storage.objects import ObjectStore
+from storage.schema import list_views
+from storage.trajectories import PartFooter, TrajectoryStore
+
+COLUMNS = (
+    "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedGroup:
+    """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
+    `rewards` has one value per rollout, NaN where it could not be scored."""
+
+    ordinal: int
+    part: PartName
+    rows: tuple[int, ...]
+    rollouts: tuple[int, ...]
+    rewards: tuple[float, ...]
+    oldest_version: int
+    newest_version: int
+    epoch: int
+    dataset_index: int
+    failure: str | None
+
+    def candidate(self) -> Candidate:
+        return Candidate(self.ordinal, self.oldest_version, self.newest_version, self.failure)
+
+    def places(self) -> list[Place]:
+        key = layout.part(self.part.attempt, self.part.lease, self.part.part)
+        return [Place(key, row) for row in self.rows]
+
+
+class PartCache:
+    """The rows of the parts that are in use, as NumPy views. `keep` forgets the others."""
+
+    def __init__(self, trajectories: TrajectoryStore) -> None:
+        self._trajectories = trajectories
+        self._rows: dict[str, list[Row]] = {}
+
+    def add(self, key: str, table: pa.Table) -> list[Row]:
+        self._rows[key] = table_rows(table)
+        return self._rows[key]
+
+    def rows(self, places: Sequence[Place]) -> list[Row]:
+        """The rows at `places`, reading parts that this rank has not seen."""
+        for key in {place.part for place in places} - self._rows.keys():
+            name = layout.parse_part(key)
+            assert name is not None
+            self.add(key, self._trajectories.read_part(name, COLUMNS)[1])
+        return [self._rows[place.part][place.row] for place in places]
+
+    def keep(self, keys: Iterable[str]) -> None:
+        wanted = set(keys)
+        self._rows = {key: rows for key, rows in self._rows.items() if key in wanted}
+
+
+class Feed:
+    """The buffered groups of one attempt. `groups` maps ordinal → group; the caller takes out what it decides."""
+
+    def __init__(self, store: ObjectStore, trajectories: TrajectoryStore, attempt: int, frontier: Frontier, cache: PartCache) -> None:
+        self._store = store
+        self._trajectories = trajectories
+        self._attempt = attempt
+        self.frontier = frontier
+        self.cache = cache
+        self.groups: dict[int, BufferedGroup] = {}
+        self._last_lease = -1
+        self._open: dict[int, int] = {}  # lease → number of the next part to look for
+
+    def restore(self, pinned: Iterable[PartName], buffered: Iterable[int]) -> None:
+        """Take up the buffered groups that the checkpoint relies on."""
+        ordinals = set(buffered)
+        for name in pinned:
+            _, table = self._trajectories.read_part(name, COLUMNS)
+            self._remember(name, table, ordinals)
+
+    def poll(self) -> bool:
+        """Read what is new. Whether there was anything."""
+        before = (self._last_lease, sum(self._open.values()), len(self._open))
+        for record in list_leases(self._store, self._attempt, after=self._last_lease):
+            self.frontier.leased(record.ordinals)
+            for ordinal, count in record.failure_counts.items():
+                self.frontier.set_failure_count(ordinal, count)
+            self._open[record.lease] = 0
+            self._last_lease = record.lease
+        for name in self._trajectories.open_parts(self._open):
+            if name.part >= self._open[name.lease]:
+                self._take(*self._trajectories.read_part(name, COLUMNS))
+        return before != (self._last_lease, sum(self._open.values()), len(self._open))
+
+    def _take(self, footer: PartFooter, table: pa.Table) -> None:
+        self.frontier.buffered(footer.ordinals)
+        self._remember(footer.name, table, set(footer.ordinals))
+        self.frontier.returned(footer.returned)
+        if footer.last:
+            del self._open[footer.name.lease]
+        else:
+            self._open[footer.name.lease] = footer.name.part + 1
+
+    def _remember(self, name: PartName, table: pa.Table, ordinals: set[int]) -> None:
+        rows = self.cache.add(layout.part(name.attempt, name.lease, name.part), table)
+        for group in part_groups(name, table, rows):
+            if group.ordinal in ordinals:
+                self.groups[group.ordinal] = group
+
+
+def table_rows(table: pa.Table) -> list[Row]:
+    """Every row of a part; token columns stay NumPy views of the Arrow buffers."""
+    ids, masks, logprobs = (list_views(table.column(name)) for name in ("token_ids", "loss_mask", "logprobs"))
+    spans = table.column("version_spans").to_pylist()
+    return [
+        Row(
+            ids.values[ids.offsets[i] : ids.offsets[i + 1]],
+            masks.values[masks.offsets[i] : masks.offsets[i + 1]].astype(bool),
+            logprobs.values[logprobs.offsets[i] : logprobs.offsets[i + 1]],
+            tuple(VersionSpan(**span) for span in spans[i]),
+        )
+        for i in range(table.num_rows)
+    ]
+
+
+def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[BufferedGroup]:
+    """The groups of a part, in order of their ordinals."""
+    ordinals, rollouts, rewards, epochs, indices, statuses, errors = (
+        table.column(column).to_pylist() for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error")
+    )
+    members: dict[int, list[int]] = {}
+    for row, ordinal in enumerate(ordinals):
+        members.setdefault(ordinal, []).append(row)
+    groups = []
+    for ordinal, where in sorted(members.items()):
+        by_rollout = {rollouts[row]: rewards[row] for row in where}
+        scores = tuple(np.nan if by_rollout.get(i) is None else float(by_rollout[i]) for i in range(max(by_rollout) + 1))
+        versions = [span.version for row in where for span in rows[row].spans]
+        failure = next((errors[row] or "failed" for row in where if statuses[row] != OK), None)
+        if failure is None and not versions:
+            failure = "no token was generated"
+        groups.append(
+            BufferedGroup(
+                ordinal=ordinal,
+                part=name,
+                rows=tuple(where),
+                rollouts=tuple(rollouts[row] for row in where),
+                rewards=scores,
+                oldest_version=min(versions, default=0),
+                newest_version=max(versions, default=0),
+                epoch=epochs[where[0]],
+                dataset_index=indices[where[0]],
+                failure=failure,
+            )
+        )
+    return groups

@@ -1,0 +1,180 @@
+"""Every rank's side of the training loop: carry out rank 0's commands, in step.
+
+A command is a collective. Rank 0 draws it from the conductor, all ranks carry it out, and rank 0 hands the result
+back. An exception on any rank ends the group: torchrun takes the others down, and the flow starts a new attempt.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_core.config import RunConfig
+from grpo_core.refit.canary import Canary, canary_tokens
+from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
+from grpo_core.refit.source import gather
+from grpo_core.refit.transfer import Transfer
+from grpo_core.training import checkpoint
+from grpo_core.training.attention import Packing
+from grpo_core.training.conductor import Commands, Idle, Refit, Save, Step
+from grpo_core.training.feed import PartCache
+from grpo_core.training.model import Policy
+from grpo_core.training.step import StepResult, run_step
+from storage import layout
+from storage.checkpoints import Manifest, commit_manifest
+from storage.digests import FileDigest
+from storage.layout import PartName
+from storage.objects import ObjectStore
+
+CANARY_SEED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank works with. `transfer` is None on all ranks but 0."""
+
+    config: RunConfig
+    store: ObjectStore
+    attempt: int
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    cache: PartCache
+    device: torch.device
+    transfer: Transfer | None
+
+
+def follow(rank: Rank, commands: Commands | None) -> None:
+    """Carry out commands until rank 0 has no more. `commands` is given on rank 0 only."""
+    result: Any = None
+    while True:
+        shared: list[Any] = [_next(commands, result) if commands is not None else None]
+        dist.broadcast_object_list(shared, src=0)
+        match shared[0]:
+            case None:
+                return
+            case Idle():
+                result = None
+            case Step(plan):
+                result = run_step(
+                    plan,
+                    rank.policy,
+                    rank.optimizer,
+                    rank.cache.rows,
+                    rank.config.objective,
+                    max_grad_norm=rank.config.optimizer.max_grad_norm,
+                    device=rank.device,
+                )
+                result = _with_all_logprobs(result)
+                if dist.get_rank() != 0:
+                    rank.cache.keep(place.part for place in plan.places)
+            case Refit() as command:
+                result = _refit(rank, command)
+            case Save() as command:
+                result = _save(rank, command)
+
+
+def _next(commands: Commands, result: Any) -> Any:
+    try:
+        return commands.send(result)
+    except StopIteration:
+        return None
+
+
+def _with_all_logprobs(result: StepResult) -> StepResult:
+    """Rank 0 writes the ledger, so it needs the log-probs of all ranks' rows."""
+    if dist.get_world_size() == 1:
+        return result
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, result.logprobs)
+    return replace(result, logprobs={index: values for part in gathered for index, values in part.items()})
+
+
+def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
+    """Gather on every rank, then move on rank 0. A failure of all engines is a result: the pool may recover."""
+    settings = rank.config.refit
+    wire = getattr(torch, settings.wire_dtype)
+    on = rank.device if settings.backend != "gloo" else torch.device("cpu")
+    tensors = gather(rank.policy.language_model, dtype=wire, device=on, keep=dist.get_rank() == 0)
+    canary = _canary(rank, settings.canary_tolerance)
+    if rank.transfer is None:
+        return None
+    try:
+        return refit_weights(tensors, command.engines, command.stamp, rank.transfer, _deadlines(rank.config), canary=canary)
+    except RefitFailed as failure:
+        return failure
+
+
+def _deadlines(config: RunConfig) -> RefitSettings:
+    control, transfer = config.refit.control_timeout_seconds, config.refit.transfer_timeout_seconds
+    in_flight = config.grpo.async_grpo.in_flight_weight_updates
+    return RefitSettings(
+        connect_seconds=transfer,
+        # Draining takes as long as the longest request may.
+        pause_seconds=control if in_flight else config.generation.request_timeout_seconds,
+        start_seconds=control,
+        transfer_seconds=transfer,
+        finish_seconds=control,
+        resume_seconds=control,
+        canary_seconds=control,
+        pause_mode="keep" if in_flight else "wait",
+        clear_cache=config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
+        digests=True,
+    )
+
+
+def _canary(rank: Rank, tolerance: float) -> Canary:
+    """The trainer's own log-probs of the canary text; a forward pass of all ranks."""
+    vocabulary = rank.policy.language_model.config.vocab_size
+    tokens = canary_tokens(vocabulary, CANARY_SEED, rank.config.model.context_length)
+    ids = torch.tensor([tokens], device=rank.device)
+    positions = torch.arange(len(tokens), device=rank.device)
+    with torch.no_grad():
+        packing = Packing.of([len(tokens)], rank.device)
+        logprobs, _ = rank.policy(ids, positions.unsqueeze(0), packing, at=positions[:-1], targets=ids[0, 1:], temperature=1.0)
+    # Without a backward pass the root's parameters would stay gathered and be mistaken for the shards.
+    rank.policy.reshard()  # type: ignore[operator]
+    return Canary(tokens, tuple(logprobs.float().cpu().tolist()), tolerance)
+
+
+def _save(rank: Rank, command: Save) -> None:
+    prefix = layout.checkpoint(rank.attempt, command.step)
+    randoms = checkpoint.gather_json(checkpoint.random_states())
+    with _directory(rank.store, prefix) as directory:
+        checkpoint.save(directory, rank.policy, rank.optimizer)
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return
+    files = {key.removeprefix(prefix): FileDigest(*rank.store.digest(key)) for key in rank.store.list(prefix, recursive=True)}
+    manifest = Manifest(
+        attempt=rank.attempt,
+        step=command.step,
+        version=command.facts["version"],
+        files=files,
+        frontier=command.facts["frontier"],
+        created_at=time.time(),
+        pinned=tuple(PartName(*part) for part in command.facts["pinned"]),
+        metrics=command.facts["metrics"],
+        extra={"random_states": randoms},
+    )
+    commit_manifest(rank.store, manifest)
+
+
+@contextmanager
+def _directory(store: ObjectStore, prefix: str) -> Generator[Path, None, None]:
+    """A local directory whose files end below `prefix`: the store's own, or one that is uploaded at the end."""
+    local = store.local_path(prefix)
+    if local is not None:
+        local.mkdir(parents=True, exist_ok=True)
+        yield local
+        return
+    with tempfile.TemporaryDirectory(prefix="forebay-checkpoint-") as name:
+        yield Path(name)
+        store.upload(Path(name), prefix)

@@ -1,0 +1,68 @@
+"""Leases: numbered, durable sets of ordinals, each handed to one generation task.
+
+The flow writes the record of a lease before it dispatches it, so the trainer learns from the records alone what is in
+flight, and a restarted flow forgets nothing: retry counts and target steps live here. Numbers count from 0 in each
+attempt, without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from storage import layout
+from storage.errors import DamagedRecord
+from storage.objects import ObjectStore
+from storage.records import read_record, write_record
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """`stamp` is the newest `attempt.version` at dispatch; `dispatched_at` is in Unix seconds."""
+
+    attempt: int
+    lease: int
+    ordinals: tuple[int, ...]
+    dispatched_at: float
+    stamp: str
+    target_step: int | None = None
+    failure_counts: Mapping[int, int] = field(default_factory=dict)
+
+
+def write_lease(store: ObjectStore, record: LeaseRecord) -> None:
+    """Raise Fenced when another process wrote this lease."""
+    fields = {
+        "attempt": record.attempt,
+        "lease": record.lease,
+        "ordinals": list(record.ordinals),
+        "dispatched_at": record.dispatched_at,
+        "stamp": record.stamp,
+        "target_step": record.target_step,
+        "failure_counts": {str(ordinal): count for ordinal, count in sorted(record.failure_counts.items())},
+    }
+    write_record(store, layout.lease(record.attempt, record.lease), fields)
+
+
+def read_lease(store: ObjectStore, attempt: int, lease: int) -> LeaseRecord:
+    """Raise ObjectMissing or DamagedRecord."""
+    key = layout.lease(attempt, lease)
+    fields = read_record(store, key)
+    try:
+        fields["ordinals"] = tuple(fields["ordinals"])
+        fields["failure_counts"] = {int(ordinal): count for ordinal, count in fields["failure_counts"].items()}
+        return LeaseRecord(**fields)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedRecord(f"Record {key} is not a lease: {type(error).__name__} {error}.") from error
+
+
+def lease_numbers(store: ObjectStore, attempt: int, *, after: int = -1) -> list[int]:
+    """Numbers above `after`, ascending. Lists only the directories that can hold them."""
+    first = layout.leases_directory(attempt, after + 1)
+    directories = [each for each in store.directories(layout.leases_prefix(attempt)) if each >= first]
+    names = (layout.parse_lease(key) for directory in directories for key in store.list(directory))
+    return sorted(name.lease for name in names if name is not None and name.lease > after)
+
+
+def list_leases(store: ObjectStore, attempt: int, *, after: int = -1) -> list[LeaseRecord]:
+    """The records of all leases numbered above `after`, ascending."""
+    return [read_lease(store, attempt, number) for number in lease_numbers(store, attempt, after=after)]

@@ -1,0 +1,278 @@
+"""A scriptable stand-in for one vLLM engine, for fault injection: the HTTP contract we use, without a model.
+
+Tokens and log-probs are a function of the seed, so a retry on another fake engine gives the same answer. Each
+token carries the stamp the engine has when it is sampled; while paused, requests queue or stand still. Faults
+are scripted: each is used up by the next matching calls.
+
+    with FakeEngine() as engine:
+        engine.faults.append(Fault("/update_weights", "status", status=500))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from aiohttp import web
+
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass
+class Fault:
+    """What goes wrong on `path`, `times` times.
+
+    delay: answer after `seconds`. status: answer `status`. reset: break the connection. hang: never answer.
+    die: the whole engine is gone from now on. null_logprob, nan_logprob, clamped_logprob (-9999, what vLLM sends
+    for NaN), missing_logprob, wrong_version (stamp `version`), missing_span: a generation that looks well and is not.
+    """
+
+    path: str
+    kind: Literal[
+        "delay",
+        "status",
+        "reset",
+        "hang",
+        "die",
+        "null_logprob",
+        "nan_logprob",
+        "clamped_logprob",
+        "missing_logprob",
+        "wrong_version",
+        "missing_span",
+    ]
+    times: int = 1
+    seconds: float = 0.0
+    status: int = 500
+    version: str = "default"
+
+
+@dataclass
+class FakeEngine:
+    """One engine on a free port of loopback, on its own thread. `calls` lists the paths in order of arrival."""
+
+    vocabulary_size: int = 128
+    seconds_per_token: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    workers: int = 1
+    version: str = "default"
+    score: Callable[[list[int]], list[float]] | None = None
+    faults: list[Fault] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    url: str = ""
+
+    def __enter__(self) -> Self:
+        self._ready = threading.Event()
+        self._aborted: set[str] = set()
+        self._generated = 0
+        self._running = 0
+        self._updating = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        if not self._ready.wait(30):
+            raise RuntimeError("the fake engine did not start within 30 s")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.die()
+        self._thread.join(timeout=10)
+
+    def die(self) -> None:
+        """Close the port and break every connection, as a killed process does."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    def _serve(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.0, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._server = runner
+        self._ready.set()
+        await self._stopped.wait()
+        await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        body = await request.json() if request.can_read_body else {}
+        self.calls.append(path)
+        self.bodies.append((path, body))
+        fault = self._fault(path)
+        if fault is not None:
+            if fault.kind == "delay":
+                await asyncio.sleep(fault.seconds)
+            elif fault.kind == "status":
+                return _error(fault.status, "scripted")
+            elif fault.kind == "hang":
+                await self._stopped.wait()
+            elif fault.kind in ("reset", "die"):
+                if fault.kind == "die":
+                    self._stopped.set()
+                if request.transport is not None:
+                    request.transport.abort()
+                return web.Response()
+        if path == GENERATE:
+            answer = await self._generate(body)
+            return _json(_spoil(answer, fault))
+        return self._control(path, request, body)
+
+    def _fault(self, path: str) -> Fault | None:
+        for fault in self.faults:
+            if fault.path == path and fault.times > 0:
+                fault.times -= 1
+                return fault
+        return None
+
+    def _control(self, path: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+        match path:
+            case "/pause":
+                if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
+                    return _error(400, "bad mode")
+                self._resumed.clear()
+                return _json({"status": "paused"})
+            case "/resume":
+                self._resumed.set()
+                return _json({"status": "resumed"})
+            case "/start_weight_update":
+                if self._updating:
+                    return _error(500, "an update is already active")
+                self._updating = True
+                return _json({"message": "Weight update started"})
+            case "/update_weights" | "/finish_weight_update" if not self._updating:
+                return _error(500, "no update was started")
+            case "/finish_weight_update":
+                self._updating = False
+                self.version = body.get("weight_version", self.version)
+                return _json({"message": "Weight update finished"})
+            case "/abort_requests":
+                self._aborted |= set(body.get("request_ids", []))
+                return _json({"status": "aborted", "aborted": len(body.get("request_ids", []))})
+            case "/metrics":
+                return web.Response(text=self._metrics())
+        answers: dict[str, dict[str, Any]] = {
+            "/health": {},
+            "/version": {"version": "0.32.0"},
+            "/weight_info": {"weight_version": self.version},
+            "/get_world_size": {"world_size": self.workers},
+            "/is_paused": {"is_paused": self.is_paused},
+            "/init_weight_transfer_engine": {"message": "Weight transfer initialized"},
+            "/shutdown_weight_transfer_engine": {"message": "Weight transfer shut down"},
+            "/update_weights": {"message": "Weights updated"},
+            "/reset_prefix_cache": {"success": True},
+        }
+        return _json(answers[path]) if path in answers else _error(404, "Not Found")
+
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = body["sampling_params"]
+        request_id = f"generate-tokens-{body.get('request_id', random.randrange(1 << 30))}"
+        self._running += 1
+        try:
+            n = sampling.get("n", 1)
+            choices = await asyncio.gather(*(self._choice(index, request_id, sampling) for index in range(n)))
+        finally:
+            self._running -= 1
+        token_ids = body["token_ids"]
+        return {
+            "request_id": request_id,
+            "model": "policy",
+            "usage": {"prompt_tokens": len(token_ids)},
+            "prompt_logprobs": self._prompt_logprobs(token_ids) if "prompt_logprobs" in sampling else None,
+            "choices": choices,
+        }
+
+    async def _choice(self, index: int, request_id: str, sampling: dict[str, Any]) -> dict[str, Any]:
+        draw = random.Random(f"{sampling.get('seed')} {index}")
+        ids: list[int] = []
+        content: list[dict[str, Any]] = []
+        spans: list[dict[str, Any]] = []
+        reason = "length"
+        stops = {*self.stop_token_ids, *sampling.get("stop_token_ids", [])}
+        while len(ids) < sampling["max_tokens"]:
+            await self._resumed.wait()
+            if self.seconds_per_token:
+                await asyncio.sleep(self.seconds_per_token)
+                await self._resumed.wait()
+            if request_id in self._aborted:
+                reason = "abort"
+                break
+            token = draw.randrange(self.vocabulary_size)
+            ids.append(token)
+            content.append({"token_id": token, "logprob": -draw.uniform(0.05, 3.0), "rank": 1, "top_logprobs": []})
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": len(ids) - 1, "end": len(ids)})
+            spans[-1]["end"] = len(ids)
+            self._generated += 1
+            if token in stops:
+                reason = "stop"
+                break
+        return {
+            "index": index,
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": ids,
+            "weight_versions": spans,
+            "logprobs": {"content": content} if "logprobs" in sampling else None,
+        }
+
+    def _prompt_logprobs(self, token_ids: list[int]) -> list[dict[str, Any] | None]:
+        uniform = [-math.log(self.vocabulary_size)] * (len(token_ids) - 1)
+        scores = uniform if self.score is None else self.score(token_ids)
+        return [None, *({str(t): {"logprob": s, "rank": 1}} for t, s in zip(token_ids[1:], scores, strict=True))]
+
+    def _metrics(self) -> str:
+        label = '{engine="0",model_name="policy"}'
+        return (
+            "# HELP vllm:num_requests_running running\n"
+            f"vllm:num_requests_running{label} {self._running}\n"
+            f"vllm:num_requests_waiting{label} 0.0\n"
+            f'vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 7.0\n'
+            f"vllm:kv_cache_usage_perc{label} 0.25\n"
+            f"vllm:generation_tokens_total{label} {self._generated}\n"
+        )
+
+
+def _spoil(answer: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+    """Damage the first choice as the fault says."""
+    if fault is None:
+        return answer
+    choice = answer["choices"][0]
+    values = {"null_logprob": None, "nan_logprob": math.nan, "clamped_logprob": -9999.0}
+    if fault.kind in values:
+        choice["logprobs"]["content"][-1]["logprob"] = values[fault.kind]
+    elif fault.kind == "missing_logprob":
+        choice["logprobs"]["content"].pop()
+    elif fault.kind == "wrong_version":
+        choice["weight_versions"] = [{"version": fault.version, "start": 0, "end": len(choice["token_ids"])}]
+    elif fault.kind == "missing_span":
+        choice["weight_versions"].pop()
+    return answer
+
+
+def _json(answer: dict[str, Any]) -> web.Response:
+    return web.Response(text=json.dumps(answer), content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    body = {"error": {"message": message, "type": "Error", "param": None, "code": status}}
+    return web.Response(status=status, text=json.dumps(body), content_type="application/json")

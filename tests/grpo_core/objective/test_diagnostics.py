@@ -1,0 +1,37 @@
+"""The mismatch figures have their documented values and vanish where engine and trainer agree."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_core.objective.diagnostics import mismatch
+
+CASE = json.loads((Path(__file__).parents[2] / "cases" / "losses.json").read_text())
+FIGURES = {name: value for name, value in CASE["diagnostics"].items() if name != "definitions"}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_documented_figure(name: str) -> None:
+    current, old, behaviour = (torch.tensor(CASE[key], dtype=torch.float64) for key in ("cur", "old", "gen"))
+    numerator, denominator = mismatch(current, old, behaviour, torch.ones(4))[name]
+    assert float(numerator / denominator) == pytest.approx(FIGURES[name], abs=1e-5)
+
+
+def test_agreement_gives_no_error() -> None:
+    logprobs = torch.tensor([-0.5, -3.0])
+    figures = mismatch(logprobs, logprobs, logprobs, torch.ones(2))
+    means = {name: float(top / bottom) for name, (top, bottom) in figures.items()}
+    assert means["token_mult_prob_error"] == means["sampling_importance_ratio"] == 1
+    assert means["gen_kl_error"] == means["policy_kl_error"] == 0
+    assert means["js_divergence_error"] == pytest.approx(0, abs=1e-6)
+
+
+def test_masked_tokens_count_nowhere() -> None:
+    logprobs = torch.tensor([-0.5, math.nan, -math.inf])
+    for numerator, denominator in mismatch(logprobs, logprobs, -logprobs, torch.tensor([1, 0, 0])).values():
+        assert numerator.isfinite() and denominator == 1

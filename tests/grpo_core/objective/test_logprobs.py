@@ -1,0 +1,149 @@
+"""Tiled log-probs and entropy agree with the plain computation, gradients included, and never hold all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_core.objective.logprobs import LogprobError, token_logprobs
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"logit_scale": 0.25},
+    {"softcap": 3.0},
+    {"temperature": 1.3, "logit_scale": 2.0, "softcap": 5.0},
+]
+TILES = [(4, 7), (100, 100), (1, 1), (5, 33)]
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    logits = logit_scale * hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    distribution = torch.log_softmax(logits / temperature, dim=1)
+    entropy = -(distribution.exp() * distribution).sum(dim=1)
+    return distribution.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def draw(tokens: int = 10, width: int = 6, vocab: int = 33, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator)
+    return hidden, torch.randn(vocab, width, generator=generator), torch.randint(vocab, (tokens,), generator=generator)
+
+
+def relative(measured: Tensor, expected: Tensor) -> float:
+    return float((measured.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_values_and_gradients_agree_with_the_plain_computation(options: dict[str, Any], tile: tuple[int, int]) -> None:
+    hidden, weight, targets = draw()
+    results = []
+    for cast, function, extra in ((torch.float64, plain, {}), (torch.float32, token_logprobs, {"tile": tile})):
+        inputs = [tensor.to(cast).requires_grad_() for tensor in (hidden, weight)]
+        logprobs, entropy = function(*inputs, targets, **options, **extra)
+        slopes = torch.linspace(-1, 1, len(targets), dtype=cast)
+        (logprobs * slopes + 0.3 * entropy * slopes.flip(0)).sum().backward()
+        results.append((logprobs, entropy, inputs[0].grad, inputs[1].grad))
+    expected, measured = results
+    for place in (0, 1):
+        torch.testing.assert_close(measured[place].double(), expected[place], rtol=0, atol=1e-5)
+    for place in (2, 3):
+        assert relative(measured[place], expected[place]) <= 1e-4
+
+
+def test_gradient_agrees_with_finite_differences() -> None:
+    hidden, weight, targets = draw(tokens=4, width=3, vocab=7)
+    inputs = hidden.double().requires_grad_(), weight.double().requires_grad_()
+
+    def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, weight, targets, temperature=0.8, softcap=4.0, tile=(3, 2))
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden, weight, targets = draw()
+    logprobs, entropy = token_logprobs(hidden * 1e4, weight, targets, tile=(3, 4))
+    expected, expected_entropy = plain(hidden.double() * 1e4, weight.double(), targets)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_inputs_are_accumulated_in_float32() -> None:
+    hidden, weight, targets = draw(width=64)
+    halves = [tensor.bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    logprobs, _ = token_logprobs(*halves, targets, temperature=4.0, tile=(4, 8))
+    expected, _ = plain(*(half.detach().double() for half in halves), targets, temperature=4.0)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    assert all(half.grad is not None and half.grad.dtype == torch.bfloat16 for half in halves)
+
+
+def test_frozen_weight_gets_no_gradient() -> None:
+    hidden, weight, targets = draw()
+    hidden.requires_grad_()
+    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_no_tokens_give_empty_results() -> None:
+    hidden, weight, targets = draw(tokens=0)
+    logprobs, entropy = token_logprobs(hidden.requires_grad_(), weight, targets)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operation produced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_made() -> None:
+    hidden, weight, targets = draw(tokens=64, width=4, vocab=256)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with LargestTensor() as largest:
+        token_logprobs(hidden, weight, targets, tile=(16, 32))[0].sum().backward()
+    assert largest.elements <= max(weight.numel(), 16 * 32) < 64 * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"targets": torch.tensor([0, 33])}, "range from 0 to 33 but the vocabulary has 33"),
+        ({"targets": torch.tensor([-100, 1])}, "range from -100"),
+        ({"targets": torch.tensor([1])}, "do not match"),
+        ({"weight": torch.zeros(33, 5)}, "do not match"),
+        ({"temperature": 0.0}, "temperature 0.0"),
+        ({"softcap": -1.0}, "softcap -1.0"),
+        ({"tile": (0, 4)}, r"tile \(0, 4\)"),
+    ],
+)
+def test_unusable_input_is_refused(change: dict[str, Any], named: str) -> None:
+    hidden, weight, targets = draw(tokens=2)
+    with pytest.raises(LogprobError, match=named):
+        token_logprobs(**({"hidden": hidden, "weight": weight, "targets": targets} | change))

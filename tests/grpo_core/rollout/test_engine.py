@@ -1,0 +1,313 @@
+"""The engine client believes only what is complete, and sorts failures into retry, discard and bug."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable, InvalidGeneration, parse_metrics
+from grpo_core.rollout.wire import generate_request, parse_scores, parse_spans, parse_turns
+from grpo_core.trajectory import Turn, VersionSpan
+from tests.fake_engine import GENERATE, FakeEngine, Fault
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 0.7
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with FakeEngine(version="1.4") as running:
+        yield running
+
+
+@asynccontextmanager
+async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
+    async with aiohttp.ClientSession() as session:
+        yield EngineClient(engine.url, session=session, name="e0", api_key="key")
+
+
+def generate(engine: FakeEngine, n: int = 1, deadline: float = 10.0, **changes: Any) -> list[Turn]:
+    arguments: dict[str, Any] = {
+        "request_id": "r",
+        "sampling": Sampling(),
+        "max_tokens": 5,
+        "seed": 3,
+        "stop_token_ids": [],
+        "cache_salt": "1.4",
+    }
+
+    async def run() -> list[Turn]:
+        async with client(engine) as engine_client:
+            return await engine_client.generate_many(
+                [1, 2, 3], n, deadline_seconds=deadline, **{**arguments, **changes}
+            )
+
+    return asyncio.run(run())
+
+
+def test_turn_carries_tokens_logprobs_and_the_stamp_of_each_token(engine: FakeEngine) -> None:
+    (turn,) = generate(engine)
+    assert turn.prompt_ids == [1, 2, 3]
+    assert len(turn.output_ids) == len(turn.logprobs) == 5
+    assert turn.spans == (VersionSpan(1, 4, 0, 5),)
+    assert (turn.finish_reason, turn.engine) == ("length", "e0")
+    assert turn.submitted_at <= turn.finished_at
+
+
+def test_siblings_come_from_one_request_and_differ(engine: FakeEngine) -> None:
+    turns = generate(engine, n=8)
+    assert engine.calls.count(GENERATE) == 1
+    assert len({tuple(turn.output_ids) for turn in turns}) == 8
+    assert turns == [
+        Turn(t.prompt_ids, t.output_ids, t.logprobs, t.spans, t.finish_reason, t.engine, *times)
+        for t, times in zip(generate(engine, n=8), [(x.submitted_at, 0.0, x.finished_at) for x in turns], strict=True)
+    ]
+
+
+def test_every_sampling_parameter_is_sent_explicitly() -> None:
+    request = generate_request(
+        [1], request_id="r", sampling=Sampling(), max_tokens=5, seed=3, stop_token_ids=[9], cache_salt="1.4", n=2
+    )
+    assert request["cache_salt"] == "1.4"
+    expected = {
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": 5,
+        "min_tokens": 0,
+        "seed": 3,
+        "stop_token_ids": [9],
+        "ignore_eos": False,
+        "logprobs": 0,
+        "skip_special_tokens": False,
+        "detokenize": False,
+    }
+    assert request["sampling_params"] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("null_logprob", "logprob_missing"),
+        ("nan_logprob", "logprob_value"),
+        ("clamped_logprob", "logprob_value"),
+        ("missing_logprob", "logprob_count"),
+        ("wrong_version", "version"),
+        ("missing_span", "spans"),
+    ],
+)
+def test_answer_that_only_looks_well_is_discarded_with_its_reason(engine: FakeEngine, kind: Any, reason: str) -> None:
+    engine.faults.append(Fault(GENERATE, kind))
+    with pytest.raises(InvalidGeneration) as caught:
+        generate(engine, n=2)
+    assert caught.value.reason == reason
+    assert "e0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault(GENERATE, "status", status=400), EngineRejected),
+        (Fault(GENERATE, "status", status=422), EngineRejected),
+        (Fault(GENERATE, "status", status=500), EngineUnavailable),
+        (Fault(GENERATE, "status", status=503), EngineUnavailable),
+        (Fault(GENERATE, "reset"), EngineUnavailable),
+        (Fault(GENERATE, "die"), EngineUnavailable),
+    ],
+)
+def test_failures_are_sorted_into_bug_and_retry_elsewhere(
+    engine: FakeEngine, fault: Fault, error: type[Exception]
+) -> None:
+    engine.faults.append(fault)
+    with pytest.raises(error, match="e0"):
+        generate(engine)
+
+
+def test_silence_ends_at_the_deadline(engine: FakeEngine) -> None:
+    engine.faults.append(Fault(GENERATE, "hang"))
+    with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):
+        generate(engine, deadline=0.2)
+
+
+def test_unstarted_engine_is_unavailable() -> None:
+    with FakeEngine() as gone:
+        pass
+    with pytest.raises(EngineUnavailable):
+        generate(gone)
+
+
+def test_request_waits_while_the_engine_is_paused_and_goes_on_under_the_new_stamp(engine: FakeEngine) -> None:
+    engine.seconds_per_token = 0.02
+
+    async def run() -> Turn:
+        async with client(engine) as engine_client, aiohttp.ClientSession() as session:
+            task = asyncio.create_task(
+                engine_client.generate(
+                    [1],
+                    request_id="r",
+                    sampling=Sampling(),
+                    max_tokens=40,
+                    seed=1,
+                    stop_token_ids=[],
+                    cache_salt="1.4",
+                    deadline_seconds=20,
+                )
+            )
+            await asyncio.sleep(0.2)
+            for path, body in [
+                ("/pause?mode=keep", None),
+                ("/start_weight_update", None),
+                ("/update_weights", {"update_info": {}}),
+                ("/finish_weight_update", {"weight_version": "1.5"}),
+                ("/resume", None),
+            ]:
+                async with session.post(engine.url + path, json=body) as response:
+                    assert response.status == 200
+            return await task
+
+    turn = asyncio.run(run())
+    assert [(span.version, span.start, span.end) for span in turn.spans] == [
+        (4, 0, turn.spans[0].end),
+        (5, turn.spans[0].end, 40),
+    ]
+
+
+def test_abort_names_the_request_as_the_engine_knows_it(engine: FakeEngine) -> None:
+    engine.seconds_per_token = 0.01
+
+    async def run() -> Turn:
+        async with client(engine) as engine_client:
+            task = asyncio.create_task(
+                engine_client.generate(
+                    [1],
+                    request_id="mine",
+                    sampling=Sampling(),
+                    max_tokens=1000,
+                    seed=1,
+                    stop_token_ids=[],
+                    cache_salt="s",
+                    deadline_seconds=20,
+                )
+            )
+            await asyncio.sleep(0.1)
+            await engine_client.abort("mine", deadline_seconds=5)
+            return await task
+
+    turn = asyncio.run(run())
+    assert turn.finish_reason == "abort"
+    assert 0 < len(turn.output_ids) == len(turn.logprobs) < 1000
+
+
+def test_state_of_the_engine_can_be_read(engine: FakeEngine) -> None:
+    async def run() -> tuple[Any, ...]:
+        async with client(engine) as engine_client:
+            return (
+                await engine_client.is_healthy(deadline_seconds=5),
+                await engine_client.weight_stamp(deadline_seconds=5),
+                await engine_client.world_size(deadline_seconds=5),
+                (await engine_client.metrics(deadline_seconds=5))["kv_usage"],
+                await engine_client.score([1, 2, 3], cache_salt="x", deadline_seconds=5),
+            )
+
+    uniform = -math.log(engine.vocabulary_size)
+    assert asyncio.run(run()) == (True, "1.4", 1, 0.25, [uniform, uniform])
+
+
+def test_health_is_false_for_an_engine_that_says_so_or_is_gone(engine: FakeEngine) -> None:
+    async def healthy() -> bool:
+        async with client(engine) as engine_client:
+            return await engine_client.is_healthy(deadline_seconds=2)
+
+    engine.faults.append(Fault("/health", "status", status=503))
+    assert asyncio.run(healthy()) is False
+    assert asyncio.run(healthy()) is True
+    engine.die()
+    engine._thread.join(10)
+    assert asyncio.run(healthy()) is False
+
+
+def test_metrics_sum_over_labels_and_ignore_names_that_only_begin_alike() -> None:
+    text = (
+        '# TYPE x\nvllm:num_requests_waiting{engine="0"} 2\nvllm:num_requests_waiting{engine="1"} 3.0\n'
+        'vllm:num_requests_waiting_by_reason{reason="capacity"} 9\nvllm:generation_tokens_total 1e3\n'
+    )
+    assert parse_metrics(text) == {"waiting": 5.0, "generation_tokens": 1000.0}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("1.0", 0, 3)],
+        [("1.0", 0, 2), ("1.1", 3, 4)],
+        [("1.0", 0, 3), ("1.1", 2, 4)],
+        [("1.0", 1, 4)],
+        [("1.0", 0, 0), ("1.0", 0, 4)],
+        [("1.0", 0, 5)],
+        [],
+    ],
+)
+def test_spans_that_do_not_cover_every_token_once_are_refused(spans: list[tuple[str, int, int]]) -> None:
+    with pytest.raises(InvalidGeneration) as caught:
+        parse_spans([{"version": v, "start": a, "end": b} for v, a, b in spans], 4, "e0")
+    assert caught.value.reason == "spans"
+
+
+def test_no_tokens_need_no_span() -> None:
+    assert parse_spans([], 0, "e0") == ()
+
+
+GOOD = {
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": [7],
+            "weight_versions": [{"version": "1.0", "start": 0, "end": 1}],
+            "logprobs": {"content": [{"logprob": -0.5}]},
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize("path", [["choices"], ["choices", 0, "token_ids"], ["choices", 0, "finish_reason"]])
+def test_answer_with_a_missing_part_is_refused(path: list[Any]) -> None:
+    assert parse_turns(GOOD, [1], 1, engine="e0", submitted_at=0, finished_at=1)[0].output_ids == [7]
+    broken: Any = copy.deepcopy(GOOD)
+    owner = broken
+    for key in path[:-1]:
+        owner = owner[key]
+    del owner[path[-1]]
+    with pytest.raises(InvalidGeneration):
+        parse_turns(broken, [1], 1, engine="e0", submitted_at=0, finished_at=1)
+
+
+def test_fewer_choices_than_asked_are_refused() -> None:
+    with pytest.raises(InvalidGeneration) as caught:
+        parse_turns(GOOD, [1], 2, engine="e0", submitted_at=0, finished_at=1)
+    assert caught.value.reason == "choices"
+
+
+def test_scores_of_damaged_weights_are_nan() -> None:
+    answer = {"prompt_logprobs": [None, {"2": {"logprob": -9999.0}}, {"3": {"logprob": -1.5}}]}
+    scores = parse_scores(answer, [1, 2, 3])
+    assert math.isnan(scores[0])
+    assert scores[1] == -1.5

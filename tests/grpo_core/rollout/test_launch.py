@@ -1,0 +1,95 @@
+"""The engine's command line has what an exact run needs, and refuses what the engine would die of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_core.rollout.launch import EngineSpec, LaunchError, engine_command
+
+CPU = EngineSpec(
+    model="/models/tiny",
+    host="127.0.0.1",
+    port=8301,
+    device="cpu",
+    dtype="float32",
+    seed=101,
+    max_model_len=256,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    tensor_parallel_size=1,
+    transfer="gloo",
+    block_size=32,
+    kv_cache_bytes=1 << 25,
+)
+GPU = replace(
+    CPU, device="cuda", transfer="nccl", kv_cache_bytes=None, gpu_memory_utilization=0.8, gpus=(2, 3),
+    tensor_parallel_size=2,
+)  # fmt: skip
+
+
+def value(arguments: tuple[str, ...], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_cpu_engine_is_started_as_a_module_with_all_that_exactness_needs() -> None:
+    command = engine_command(CPU, {"PATH": "/bin"}, python="python3")
+    assert command.arguments[:3] == ("python3", "-m", "vllm.entrypoints.openai.api_server")
+    assert value(command.arguments, "--host") == "127.0.0.1"
+    assert value(command.arguments, "--logprobs-mode") == "processed_logprobs"
+    assert value(command.arguments, "--generation-config") == "vllm"
+    assert value(command.arguments, "--weight-transfer-config") == '{"backend": "gloo"}'
+    assert value(command.arguments, "--kv-cache-memory-bytes") == "33554432"
+    assert value(command.arguments, "--seed") == "101"
+    assert "--enable-scale-out" in command.arguments
+    assert "--no-enable-chunked-prefill" in command.arguments
+    assert command.environment["PATH"] == "/bin"
+    assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_gpu_engine_sees_its_own_gpus_and_keeps_chunked_prefill() -> None:
+    command = engine_command(GPU, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert value(command.arguments, "--tensor-parallel-size") == "2"
+    assert value(command.arguments, "--gpu-memory-utilization") == "0.8"
+    assert "--no-enable-chunked-prefill" not in command.arguments
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in command.environment
+
+
+def test_api_key_is_in_the_environment_only() -> None:
+    command = engine_command(replace(CPU, api_key="secret"), {})
+    assert command.environment["VLLM_API_KEY"] == "secret"
+    assert "secret" not in " ".join(command.arguments)
+
+
+def test_plugin_is_added_to_a_list_of_plugins_that_would_leave_it_out() -> None:
+    assert "VLLM_PLUGINS" not in engine_command(CPU, {}).environment
+    assert engine_command(CPU, {"VLLM_PLUGINS": "lora,other"}).environment["VLLM_PLUGINS"] == "lora,other,forebay"
+
+
+def test_pickled_handles_are_accepted_by_ipc_engines_only() -> None:
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in engine_command(GPU, {}).environment
+    assert engine_command(replace(GPU, transfer="ipc"), {}).environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+def test_extra_arguments_come_last_and_extra_environment_wins() -> None:
+    spec = replace(CPU, extra_arguments=("--foo", "1"), extra_environment=(("VLLM_SERVER_DEV_MODE", "2"),))
+    command = engine_command(spec, {})
+    assert command.arguments[-2:] == ("--foo", "1")
+    assert command.environment["VLLM_SERVER_DEV_MODE"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (replace(CPU, kv_cache_bytes=None), "kv_cache_bytes"),
+        (replace(CPU, block_size=16), "block_size 16"),
+        (replace(CPU, max_num_batched_tokens=128), "max_num_batched_tokens 128"),
+        (replace(GPU, tensor_parallel_size=4), "tensor_parallel_size 4"),
+    ],
+)
+def test_spec_that_cannot_work_is_refused_by_name(spec: EngineSpec, named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        engine_command(spec, {})
