@@ -34,7 +34,9 @@ class Summary:
     evaluations: tuple[Evaluation, ...]
 
     def text(self) -> str:
-        lines = [f"run {self.run_id} finished: {self.steps} steps, {self.trained} groups trained, {self.dropped} dropped"]
+        lines = [
+            f"run {self.run_id} finished: {self.steps} steps, {self.trained} groups trained, {self.dropped} dropped"
+        ]
         return "\n".join(lines + [evaluation.line() for evaluation in self.evaluations])
 
 

@@ -31,7 +31,12 @@ from grpo_core.rollout.group import RolloutFailed
 from grpo_core.rollout.rewards import RewardError
 from storage.errors import StorageError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Asynchronous GRPO as a Prefect pipeline.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Asynchronous GRPO as a Prefect pipeline.",
+)
 console = Console()
 
 # What a person can do something about. Anything else is a fault of ours and keeps its traceback.
@@ -42,7 +47,10 @@ EXPLAINED = (
 Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as deployments/recipes/quickstart.yaml")]
 Root = Annotated[str | None, typer.Option("--root", help="Where runs are kept: a directory or any fsspec URL")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, as dotted.key=value")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, as dotted.key=value"),
+]
 
 
 @contextmanager
@@ -58,7 +66,9 @@ def explained() -> Generator[None, None, None]:
 @app.command()
 def train(
     recipe_path: Recipe,
-    run_id: Annotated[str | None, typer.Option("--run-id", help="The run's name; the same name continues the run")] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="The run's name; the same name continues the run")
+    ] = None,
     root: Root = None,
     overrides: Overrides = None,
     no_prefect: Annotated[bool, typer.Option("--no-prefect", help="Without a Prefect server")] = False,
@@ -73,7 +83,9 @@ def train(
         console.print(summary.text(), highlight=False)
 
 
-def read_recipe(path: Path, overrides: list[str] | None, *, run_id: str | None = None, root: str | None = None) -> RunConfig:
+def read_recipe(
+    path: Path, overrides: list[str] | None, *, run_id: str | None = None, root: str | None = None
+) -> RunConfig:
     """The recipe as the command line asks for it."""
     settings = list(overrides or [])
     settings += [f"run_id={json.dumps(run_id)}"] if run_id else []
@@ -91,7 +103,7 @@ def finished_summary(config: RunConfig) -> Summary | None:
 def train_locally(config: RunConfig, take_over: bool) -> Summary:
     """The supervisor without a server."""
     with Signals() as signals, LiveView() as view:
-        control = LocalControl(signals, show=view.show, warn=view.warn)
+        control = LocalControl(signals, show=view.show, say=view.say)
         try:
             return run_to_end(config, control, take_over=take_over)
         except Stopped as stopped:
@@ -103,11 +115,16 @@ def train_with_prefect(config: RunConfig, take_over: bool) -> Summary:
     with prefect_server(config) as url:
         print(f"Prefect: {url}", file=sys.stderr)
         # Imported late: it reads the settings that name the server.
-        from prefect.states import State
+        from prefect.client.schemas.objects import State
+        from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
 
         from flows.train import train as flow
 
         state: State[Any] = flow(config, take_over, return_state=True)
+        # What is still to be told must be told before the server goes; at exit it would be tried in vain for a minute.
+        APILogWorker.drain_all(timeout=5)
+        EventsWorker.drain_all(timeout=5)
     if state.is_cancelled():
         print(f"forebay: {state.message}", file=sys.stderr)
         raise typer.Exit(128 + signal.SIGINT)
@@ -127,7 +144,7 @@ def prefect_server(config: RunConfig) -> Generator[str, None, None]:
         return
     logs = log_directory(config, open_store(config))
     with Signals() as signals, LocalServer(logs / "prefect-server.log") as server:
-        control = LocalControl(signals, show=lambda progress: None, warn=lambda message: print(message, file=sys.stderr))
+        control = LocalControl(signals, show=lambda progress: None, say=lambda message: print(message, file=sys.stderr))
         with PolicyPreparation(config, logs, control):
             server.wait()
             os.environ["PREFECT_API_URL"] = f"{server.url}/api"

@@ -53,8 +53,11 @@ class Control(Protocol):
     def show(self, progress: Progress) -> None:
         """Show where the run is; cheap to call often."""
 
+    def say(self, message: str) -> None:
+        """Something worth a line in the log."""
+
     def warn(self, message: str) -> None:
-        """Something a person should know, though the run goes on."""
+        """Something a person should look at, though the run goes on."""
 
 
 class Signals:
@@ -79,13 +82,13 @@ class Signals:
 
 
 class LocalControl:
-    """No server: threads for the leases, signals for the wish, `show` and `print` for people."""
+    """No server: threads for the leases, signals for the wish, `show` and `say` for people."""
 
-    def __init__(self, signals: Signals, *, show: Callable[[Progress], None], warn: Callable[[str], None]) -> None:
+    def __init__(self, signals: Signals, *, show: Callable[[Progress], None], say: Callable[[str], None]) -> None:
         self._signals = signals
         self._threads = ThreadPoolExecutor(max_workers=MAX_LEASES, thread_name_prefix="lease")
         self._show = show
-        self._warn = warn
+        self._say = say
 
     def wish(self) -> Wish:
         return "cancel" if self._signals.number else "run"
@@ -102,5 +105,8 @@ class LocalControl:
     def show(self, progress: Progress) -> None:
         self._show(progress)
 
+    def say(self, message: str) -> None:
+        self._say(message)
+
     def warn(self, message: str) -> None:
-        self._warn(message)
+        self._say(f"warning: {message}")

@@ -69,7 +69,9 @@ class Engines:
                 slot.started_at = time.monotonic()
             return
         if pool.host not in ("127.0.0.1", "localhost", "::1"):
-            self._control.warn(f"pool.host={pool.host}: the engines' control routes have no authentication and are now open to that network")
+            self._control.warn(
+                f"pool.host={pool.host}: the engines' control routes have no authentication and are now open to that network"
+            )
         for number in range(pool.engines):
             port = pool.port + number if pool.port else free_port(pool.host)
             slot = Slot(number, f"http://{pool.host}:{port}", f"engine-{number}")
@@ -78,10 +80,14 @@ class Engines:
 
     def _launch(self, slot: Slot, pool: LocalPool, port: int) -> None:
         if not port_is_free(pool.host, port):
-            raise PoolFailed(f"{slot.name} cannot listen on {pool.host}:{port}, the port is taken; free it or set pool.port=0 for free ports")
+            raise PoolFailed(
+                f"{slot.name} cannot listen on {pool.host}:{port}, the port is taken; free it or set pool.port=0 for free ports"
+            )
         spec = engine_spec(self._config, pool, self._policy, slot.number, port)
         command = engine_command(spec, os.environ, str(pool.python or sys.executable))
-        slot.child = Child(Command(slot.name, command.arguments, command.environment, self._logs / f"{slot.name}.log", grace_seconds=5))
+        slot.child = Child(
+            Command(slot.name, command.arguments, command.environment, self._logs / f"{slot.name}.log", grace_seconds=5)
+        )
         slot.started_at, slot.ready = time.monotonic(), False
         self._control.watch(slot.name, slot.child.poll)
 
@@ -99,7 +105,12 @@ class Engines:
                 joined[slot.name] = slot.url
                 self._router.join(slot.name, slot.url)
         if joined or left:
-            write_pool_change(store, attempt, self._changes, PoolChange(joined, tuple(name for name in left if name in self._announced)))
+            write_pool_change(
+                store,
+                attempt,
+                self._changes,
+                PoolChange(joined, tuple(name for name in left if name in self._announced)),
+            )
             self._changes += 1
             self._announced = (self._announced | joined.keys()) - set(left)
         if live is not None:
@@ -121,7 +132,9 @@ class Engines:
             if slot.name not in names:
                 continue
             if slot.child is None:
-                raise PoolFailed(f"external engine {slot.url} failed a refit and holds unknown weights; restart it and run the same command again")
+                raise PoolFailed(
+                    f"external engine {slot.url} failed a refit and holds unknown weights; restart it and run the same command again"
+                )
             slot.child.stop()
 
     def _check_alive(self, slot: Slot, left: list[str]) -> None:
@@ -134,13 +147,21 @@ class Engines:
         if not slot.ready:
             raise PoolFailed(f"the engine died while it was starting: {failure}")
         if slot.restarts >= pool.max_restarts:
-            raise PoolFailed(f"the engine died for the {slot.restarts + 1}th time, more than pool.max_restarts={pool.max_restarts}: {failure}")
+            raise PoolFailed(
+                f"the engine died for the {slot.restarts + 1}th time, more than pool.max_restarts={pool.max_restarts}: {failure}"
+            )
         self._control.warn(f"{failure}\nIt is started again.")
         left.append(slot.name)
         self._router.leave(slot.name)
         port = free_port(pool.host)
         restarts = slot.restarts + 1
-        renewed = replace(slot, name=f"engine-{slot.number}-{restarts}", url=f"http://{pool.host}:{port}", restarts=restarts, child=None)
+        renewed = replace(
+            slot,
+            name=f"engine-{slot.number}-{restarts}",
+            url=f"http://{pool.host}:{port}",
+            restarts=restarts,
+            child=None,
+        )
         self._slots[slot.number] = renewed
         self._launch(renewed, pool, port)
 
@@ -150,7 +171,9 @@ class Engines:
             slot.ready = True
         elif slot.probed_at - slot.started_at > self._config.pool.start_timeout_seconds:
             shown = "" if slot.child is None else f"; its last lines are:\n{slot.child.tail()}"
-            raise PoolFailed(f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={self._config.pool.start_timeout_seconds:g}{shown}")
+            raise PoolFailed(
+                f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={self._config.pool.start_timeout_seconds:g}{shown}"
+            )
 
     def _admit_late(self, live: RefitRecord) -> None:
         """Admit engines that joined after the version went live, once they say that they carry it."""

@@ -22,6 +22,16 @@ from storage.objects import ObjectStore
 Mode = Literal["sampled", "greedy"]
 # Keeps the seeds of evaluations apart from those of training, whose second part is an ordinal ≥ 0.
 SEED_SPACE = -1
+REQUESTS_IN_FLIGHT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`count` completions of the held-out row `index`."""
+
+    mode: Mode
+    index: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,68 +51,80 @@ class Evaluation:
     scores: dict[Mode, Score]
 
     def line(self) -> str:
-        parts = [f"{mode} {score.mean:.3f} ± {1.96 * score.error:.3f} ({score.samples})" for mode, score in self.scores.items()]
+        parts = [
+            f"{mode} {score.mean:.3f} ± {1.96 * score.error:.3f} ({score.samples})"
+            for mode, score in self.scores.items()
+        ]
         return f"held-out reward of version {self.version}: " + ", ".join(parts)
 
 
-def evaluate(generator: Generator, rows: Sequence[Row], store: ObjectStore, *, attempt: int, version: int) -> Evaluation:
+def evaluate(
+    generator: Generator, rows: Sequence[Row], store: ObjectStore, *, attempt: int, version: int
+) -> Evaluation:
     """Sample, score and store. Raise RolloutFailed or RewardError."""
     settings = generator.config.evaluation
-    wanted: list[tuple[Mode, int]] = [("sampled", number) for number in range(settings.samples)]
+    shares = [settings.samples // len(rows) + (index < settings.samples % len(rows)) for index in range(len(rows))]
+    wanted = [Request("sampled", index, share) for index, share in enumerate(shares) if share]
     if settings.greedy:
-        wanted += [("greedy", number) for number in range(min(len(rows), settings.samples))]
+        wanted += [Request("greedy", request.index, 1) for request in wanted]
     records = asyncio.run(_sample(generator, rows, wanted, version))
     table = schema.table(records, schema.EVALUATION)
-    store.put_if_absent(layout.evaluation(attempt, version), schema.encode(table, schema.EVALUATION, {"attempt": str(attempt)}))
-    return Evaluation(version, {mode: score for mode in ("sampled", "greedy") if (score := _score(records, mode))})
+    store.put_if_absent(
+        layout.evaluation(attempt, version), schema.encode(table, schema.EVALUATION, {"attempt": str(attempt)})
+    )
+    return Evaluation(version, _scores(records))
 
 
-async def _sample(generator: Generator, rows: Sequence[Row], wanted: Sequence[tuple[Mode, int]], version: int) -> list[dict[str, Any]]:
-    connector = aiohttp.TCPConnector(limit=len(wanted) + 1)
-    async with aiohttp.ClientSession(connector=connector) as session:
+async def _sample(
+    generator: Generator, rows: Sequence[Row], wanted: Sequence[Request], version: int
+) -> list[dict[str, Any]]:
+    places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
 
-        async def one(mode: Mode, number: int) -> Turn:
-            row = rows[number % len(rows)]
-            return await generator.turn(
-                generator.chat.render(row.messages),
+    async def one(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        async with places:
+            turns = await generator.siblings(
+                generator.chat.render(rows[request.index].messages),
+                request.count,
                 session,
-                request_id=f"{generator.config.run_id}-evaluation-{version}-{mode}-{number}",
-                seed=derived_seed(generator.config.seed, SEED_SPACE, number),
-                temperature=generator.config.sampling.temperature if mode == "sampled" else 0.0,
+                request_id=f"{generator.config.run_id}-evaluation-{version}-{request.mode}-{request.index}",
+                seed=derived_seed(generator.config.seed, SEED_SPACE, request.index),
+                temperature=generator.config.sampling.temperature if request.mode == "sampled" else 0.0,
             )
+        return await asyncio.to_thread(_records, generator, rows[request.index], request, turns, version)
 
-        turns = await asyncio.gather(*(one(mode, number) for mode, number in wanted))
-    rewards = await asyncio.to_thread(_rewards, generator, rows, wanted, turns)
+    async with aiohttp.ClientSession() as session:
+        answers = await asyncio.gather(*(one(request, session) for request in wanted))
+    return [record for records in answers for record in records]
+
+
+def _records(
+    generator: Generator, row: Row, request: Request, turns: Sequence[Turn], version: int
+) -> list[dict[str, Any]]:
+    texts = [generator.chat.text(turn.output_ids) for turn in turns]
+    scores = generator.rewards.score(
+        prompts=[row.messages] * len(turns),
+        completions=[[{"role": "assistant", "content": text}] for text in texts],
+        completion_ids=[turn.output_ids for turn in turns],
+        columns={name: [value] * len(turns) for name, value in row.columns.items()},
+    )
     return [
         {
             "version": version,
-            "dataset_index": number % len(rows),
-            "mode": mode,
+            "dataset_index": request.index,
+            "mode": request.mode,
             "reward": None if math.isnan(reward) else reward,
-            "prompt": json.dumps(rows[number % len(rows)].messages),
-            "completion": generator.chat.text(turn.output_ids),
+            "prompt": json.dumps(row.messages),
+            "completion": text,
             "tokens": len(turn.output_ids),
             "finish_reason": turn.finish_reason,
         }
-        for (mode, number), turn, reward in zip(wanted, turns, rewards, strict=True)
+        for turn, text, reward in zip(turns, texts, scores.rewards, strict=True)
     ]
 
 
-def _rewards(generator: Generator, rows: Sequence[Row], wanted: Sequence[tuple[Mode, int]], turns: Sequence[Turn]) -> list[float]:
-    """Score in batches of one group's size, the size reward functions are made for."""
-    rewards: list[float] = []
-    size = generator.config.grpo.num_generations_per_prompt
-    for first in range(0, len(turns), size):
-        batch = turns[first : first + size]
-        chosen = [rows[number % len(rows)] for _, number in wanted[first : first + size]]
-        scores = generator.rewards.score(
-            prompts=[row.messages for row in chosen],
-            completions=[[{"role": "assistant", "content": generator.chat.text(turn.output_ids)}] for turn in batch],
-            completion_ids=[turn.output_ids for turn in batch],
-            columns={name: [row.columns[name] for row in chosen] for name in chosen[0].columns},
-        )
-        rewards += scores.rewards
-    return rewards
+def _scores(records: Sequence[dict[str, Any]]) -> dict[Mode, Score]:
+    modes: tuple[Mode, ...] = ("sampled", "greedy")
+    return {mode: score for mode in modes if (score := _score(records, mode)) is not None}
 
 
 def _score(records: Sequence[dict[str, Any]], mode: str) -> Score | None:
@@ -123,5 +145,5 @@ def read_evaluations(store: ObjectStore) -> list[Evaluation]:
             continue
         table, _ = schema.decode(store.get(key), ["mode", "reward"], name=key)
         records = table.to_pylist()
-        found[name.version] = Evaluation(name.version, {mode: score for mode in ("sampled", "greedy") if (score := _score(records, mode))})
+        found[name.version] = Evaluation(name.version, _scores(records))
     return [found[version] for version in sorted(found)]

@@ -5,7 +5,6 @@ Invariants: groups are flushed as they finish, so a straggler holds back only it
 """
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -41,7 +40,7 @@ class LeaseJob:
     generator: Generator
     stream: PromptStream
     trajectories: TrajectoryStore
-    stop: threading.Event
+    stopped: Callable[[], bool]
     on_tokens: Callable[[int], None]
 
     def run(self) -> LeaseResult:
@@ -52,7 +51,7 @@ class LeaseJob:
         work = asyncio.create_task(self._generate())
         while not work.done():
             await asyncio.wait({work}, timeout=0.2)
-            if self.stop.is_set() and not work.done():
+            if self.stopped() and not work.done():
                 work.cancel()
                 await asyncio.wait({work}, timeout=5)
                 raise LeaseStopped(f"lease {self.record.lease} was stopped")
@@ -61,20 +60,24 @@ class LeaseJob:
     async def _generate(self) -> LeaseResult:
         began = time.monotonic()
         config = self.generator.config
-        size = config.grpo.num_generations_per_prompt * len(self.record.ordinals)
         # An engine batches only what has reached it, so nothing may wait for a connection.
-        connector = aiohttp.TCPConnector(limit=size + 1)
+        connector = aiohttp.TCPConnector(limit=0)
         arrived: list[int] = []
         failures: Counter[str] = Counter()
         parts, tokens = 0, 0
         async with aiohttp.ClientSession(connector=connector) as session:
             prompts = [self.stream.prompt(ordinal) for ordinal in self.record.ordinals]
-            pending = {asyncio.create_task(self.generator.group(prompt, session, attempt=self.record.attempt)) for prompt in prompts}
+            pending = {
+                asyncio.create_task(self.generator.group(prompt, session, attempt=self.record.attempt))
+                for prompt in prompts
+            }
             try:
                 rows: list[dict[str, Any]] = []
                 flushed = time.monotonic()
                 while pending:
-                    done, pending = await asyncio.wait(pending, timeout=config.generation.flush_seconds, return_when=asyncio.FIRST_COMPLETED)
+                    done, pending = await asyncio.wait(
+                        pending, timeout=config.generation.flush_seconds, return_when=asyncio.FIRST_COMPLETED
+                    )
                     for task in done:
                         group = task.result()
                         rows += group
@@ -83,7 +86,9 @@ class LeaseJob:
                         self.on_tokens(made := sum(sum(row["loss_mask"]) for row in group))
                         tokens += made
                     if rows and (not pending or time.monotonic() - flushed >= config.generation.flush_seconds):
-                        table = schema.table([{"attempt": 0, "lease": 0, "part": 0, **row} for row in rows], schema.SHARD)
+                        table = schema.table(
+                            [{"attempt": 0, "lease": 0, "part": 0, **row} for row in rows], schema.SHARD
+                        )
                         await asyncio.to_thread(self.trajectories.append, self.record.lease, table, last=not pending)
                         rows, flushed, parts = [], time.monotonic(), parts + 1
             finally:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -65,7 +64,16 @@ def render_ledger(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         low, high = row["version_min"], row["version_max"]
         versions = None if low is None else str(low) if low == high else f"{low}–{high}"
-        cells = [row["ordinal"], row["state"].replace("_", " "), row["step"], versions, row["lag_max"], figure(row["reward_mean"]), row["lease"], row["reason"]]
+        cells = [
+            row["ordinal"],
+            row["state"].replace("_", " "),
+            row["step"],
+            versions,
+            row["lag_max"],
+            figure(row["reward_mean"]),
+            row["lease"],
+            row["reason"],
+        ]
         style = "" if row.get("living", True) else "dim strike"
         table.add_row(*(plain(cell, style) for cell in ([row["attempt"]] if with_attempts else []) + cells))
     return table
@@ -87,7 +95,9 @@ def _decided(store: ObjectStore, names: Sequence[LedgerName]) -> Iterator[Line]:
 
 def _open(store: ObjectStore, found: Mapping[int, OpenOrdinal]) -> Iterator[Line]:
     """Lines of what is not decided; those of buffered groups say what their parts say."""
-    groups = _groups(store, sorted({each.part for each in found.values() if each.part is not None and each.reason is None}))
+    groups = _groups(
+        store, sorted({each.part for each in found.values() if each.part is not None and each.reason is None})
+    )
     for ordinal, each in found.items():
         attempt, lease, _ = each.order
         facts = groups.get((each.part, ordinal), {}) if each.part is not None else {}
@@ -109,8 +119,12 @@ def _groups(store: ObjectStore, parts: Sequence[PartName]) -> dict[tuple[PartNam
     for part in parts:
         _, rows = trajectories.read_part(part, ["ordinal", "rollout", "min_version", "max_version", "reward"])
         # A rollout that forked has several rows and one reward.
-        rollouts = rows.group_by(["ordinal", "rollout"]).aggregate([("min_version", "min"), ("max_version", "max"), ("reward", "max")])
-        by_ordinal = rollouts.group_by("ordinal").aggregate([("min_version_min", "min"), ("max_version_max", "max"), ("reward_max", "mean")])
+        rollouts = rows.group_by(["ordinal", "rollout"]).aggregate(
+            [("min_version", "min"), ("max_version", "max"), ("reward", "max")]
+        )
+        by_ordinal = rollouts.group_by("ordinal").aggregate(
+            [("min_version_min", "min"), ("max_version_max", "max"), ("reward_max", "mean")]
+        )
         for row in by_ordinal.to_pylist():
             groups[part, row["ordinal"]] = {
                 "version_min": row["min_version_min_min"],

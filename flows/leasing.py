@@ -14,8 +14,8 @@ from grpo_core.trajectory import Stamp
 from storage import layout, schema
 from storage.checkpoints import Manifest
 from storage.layout import LedgerName
-from storage.ledger import LedgerFooter, read_ledger_footer
 from storage.leases import LeaseRecord, write_lease
+from storage.ledger import LedgerFooter, read_ledger_footer
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, read_refit
 
@@ -23,7 +23,9 @@ from storage.pool import RefitRecord, read_refit
 class Leasing:
     """The leases of one attempt. `live` is the newest version that the whole pool carries, None before the first."""
 
-    def __init__(self, store: ObjectStore, attempt: int, window: Window, parent: Manifest | None, *, keep_buffered: bool) -> None:
+    def __init__(
+        self, store: ObjectStore, attempt: int, window: Window, parent: Manifest | None, *, keep_buffered: bool
+    ) -> None:
         self._store = store
         self._attempt = attempt
         self._window = window
@@ -69,7 +71,9 @@ class Leasing:
         self.frontier.trained(rows.filter(pc.field("state") == "trained").column("ordinal").to_pylist(), name.step)
         self.frontier.returned(rows.filter(pc.field("state") == "returned").column("ordinal").to_pylist())
         dropped = rows.filter(pc.field("state") == "dropped")
-        for ordinal, reason in zip(dropped.column("ordinal").to_pylist(), dropped.column("reason").to_pylist(), strict=True):
+        for ordinal, reason in zip(
+            dropped.column("ordinal").to_pylist(), dropped.column("reason").to_pylist(), strict=True
+        ):
             self.frontier.dropped([ordinal], reason)
 
     def next_lease(self, size: int) -> LeaseRecord | None:
@@ -95,7 +99,9 @@ class Leasing:
 
     def arrived(self, ordinals: tuple[int, ...]) -> None:
         """Groups of these ordinals are durable; the ledger may already have said more about them."""
-        self.frontier.buffered([ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT])
+        self.frontier.buffered(
+            [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
+        )
 
     def returned(self, ordinals: tuple[int, ...]) -> None:
         """A sealed lease gave these back."""

@@ -18,7 +18,7 @@ LINE_SECONDS = 10.0
 
 
 class LiveView:
-    """Shows progress while it is open. `warn` prints above the view and stays."""
+    """Shows progress while it is open. `say` prints above the view and stays."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -34,7 +34,7 @@ class LiveView:
             self._printed, self._phase = time.monotonic(), progress.phase
             print(line(progress), file=sys.stderr, flush=True)
 
-    def warn(self, message: str) -> None:
+    def say(self, message: str) -> None:
         """A message that stays on the screen."""
         self._console.print(escape(message), highlight=False, soft_wrap=True)
 
@@ -43,7 +43,9 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.stop()
 
 
@@ -53,11 +55,20 @@ def render(progress: Progress) -> Panel:
     for _ in range(4):
         numbers.add_column()
     numbers.add_row("reward", _number(progress.reward), "tokens/s", f"{progress.tokens_per_second:,.0f}")
-    numbers.add_row("lag mean / max", f"{progress.lag_mean:.2f} / {progress.lag_max}", "trainer busy", f"{progress.trainer_utilisation:.0%}")
+    numbers.add_row(
+        "lag mean / max",
+        f"{progress.lag_mean:.2f} / {progress.lag_max}",
+        "trainer busy",
+        f"{progress.trainer_utilisation:.0%}",
+    )
     numbers.add_row("groups in flight", str(progress.in_flight), "engines busy", f"{progress.engine_utilisation:.0%}")
     numbers.add_row("groups buffered", str(progress.buffered), "left", clock(progress.eta_seconds))
     bar = Table.grid(padding=(0, 2))
-    bar.add_row(f"step {progress.step}/{progress.steps}", ProgressBar(total=progress.steps, completed=progress.step, width=40), clock(progress.elapsed_seconds))
+    bar.add_row(
+        f"step {progress.step}/{progress.steps}",
+        ProgressBar(total=progress.steps, completed=progress.step, width=40),
+        clock(progress.elapsed_seconds),
+    )
     rewards = [value for entry in progress.history if (value := entry.get("reward_mean")) is not None]
     title = f"forebay · {escape(progress.run_id)} · {progress.phase} · attempt {progress.attempt} · version {progress.version}"
     return Panel(Group(bar, numbers, f"reward {spark(rewards)}"), title=title, title_align="left", expand=False)

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from flows.control import Control, LeaseFuture, Stopped
 from flows.engines import Engines
 from flows.evaluate import Evaluation, evaluate
-from flows.generate import LeaseJob, LeaseStopped
+from flows.generate import LeaseJob
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
@@ -52,6 +53,16 @@ class Policies:
     initial: Path
 
 
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """A dispatched lease. `expired` tells its task that it was sealed; `deadline` is on the monotonic clock."""
+
+    job: LeaseJob
+    future: LeaseFuture
+    expired: threading.Event
+    deadline: float
+
+
 @dataclass(slots=True)
 class Attempt:
     """One life of the trainer and the leases that belong to it."""
@@ -61,13 +72,15 @@ class Attempt:
     trainer: Child
     trajectories: TrajectoryStore
     stop: threading.Event = field(default_factory=threading.Event)
-    leases: dict[int, tuple[LeaseJob, LeaseFuture]] = field(default_factory=dict)
+    leases: dict[int, OpenLease] = field(default_factory=dict)
 
 
 class Pipeline:
     """One call of a run, from its store to its end."""
 
-    def __init__(self, run: Run, chat: Chat, engines: Engines, router: Pool, rewards: RewardWorkers, control: Control, logs: Path) -> None:
+    def __init__(
+        self, run: Run, chat: Chat, engines: Engines, router: Pool, rewards: RewardWorkers, control: Control, logs: Path
+    ) -> None:
         self._run = run
         self._config = run.config
         self._control = control
@@ -93,7 +106,9 @@ class Pipeline:
                 return
             except ChildFailed as failure:
                 if died_at is not None and time.monotonic() - died_at < PATIENCE_SECONDS:
-                    raise RunFailed(f"the trainer died twice within {PATIENCE_SECONDS / 60:.0f} minutes: {failure}") from failure
+                    raise RunFailed(
+                        f"the trainer died twice within {PATIENCE_SECONDS / 60:.0f} minutes: {failure}"
+                    ) from failure
                 died_at = time.monotonic()
                 self._control.warn(f"{failure}\nA new attempt continues from the newest checkpoint.")
 
@@ -114,10 +129,16 @@ class Pipeline:
         attempt = Attempt(
             claim=claim,
             leasing=Leasing(
-                self._run.store, claim.attempt, self._run.window, parent, keep_buffered=self._config.checkpointing.load_replay_buffer
+                self._run.store,
+                claim.attempt,
+                self._run.window,
+                parent,
+                keep_buffered=self._config.checkpointing.load_replay_buffer,
             ),
             trainer=Child(trainer_command(self._run, claim.attempt, policy, self._logs)),
-            trajectories=TrajectoryStore(self._run.store, claim.attempt, fence=fence.check, metadata={"run_id": self._config.run_id}),
+            trajectories=TrajectoryStore(
+                self._run.store, claim.attempt, fence=fence.check, metadata={"run_id": self._config.run_id}
+            ),
         )
         self._control.watch(f"trainer-{claim.attempt}", attempt.trainer.poll)
         try:
@@ -162,7 +183,10 @@ class Pipeline:
             self._meter.step(footer, time.monotonic())
             self._history.append({"step": float(footer.name.step), **footer.metrics})
         live = attempt.leasing.live
-        if live is not None and (self._router.stamp is None or (live.attempt, live.version) != (self._router.stamp.attempt, self._router.stamp.version)):
+        if live is not None and (
+            self._router.stamp is None
+            or (live.attempt, live.version) != (self._router.stamp.attempt, self._router.stamp.version)
+        ):
             self._router.live(Stamp(live.attempt, live.version), live.engines)
 
     def _replace_broken(self, attempt: Attempt) -> None:
@@ -176,33 +200,49 @@ class Pipeline:
 
     def _dispatch(self, attempt: Attempt) -> None:
         while (record := attempt.leasing.next_lease(self._config.lease_prompts)) is not None:
+            expired = threading.Event()
             job = LeaseJob(
-                record, self._generator, self._stream, attempt.trajectories, attempt.stop, lambda count: self._meter.tokens(count, time.monotonic())
+                record=record,
+                generator=self._generator,
+                stream=self._stream,
+                trajectories=attempt.trajectories,
+                stopped=partial(_any_set, expired, attempt.stop),
+                on_tokens=lambda count: self._meter.tokens(count, time.monotonic()),
             )
-            attempt.leases[record.lease] = (job, self._control.dispatch(job))
+            deadline = time.monotonic() + self._config.generation.lease_timeout_seconds
+            attempt.leases[record.lease] = OpenLease(job, self._control.dispatch(job), expired, deadline)
 
     def _collect(self, attempt: Attempt) -> None:
-        """Take in finished leases; seal one that failed, so that its ordinals are leased again."""
-        for lease, (job, future) in list(attempt.leases.items()):
-            if not future.done():
+        """Take in finished leases; seal those that failed or expired, so that what is missing is leased again."""
+        for number, lease in list(attempt.leases.items()):
+            if not lease.future.done():
+                if time.monotonic() > lease.deadline:
+                    lease.expired.set()
+                    self._seal(attempt, lease, "expired")
                 continue
-            del attempt.leases[lease]
             try:
-                result = future.result()
-            except LeaseStopped:
+                result = lease.future.result()
+            except Exception as error:  # noqa: BLE001 - whatever a task raises comes back here, and costs its lease alone
+                self._seal(attempt, lease, f"failed ({type(error).__name__}: {error})")
                 continue
-            except Exception as error:
-                self._control.warn(f"lease {lease} failed ({type(error).__name__}: {error}); what is missing of it is leased again")
-                self._count_failures(1, f"{type(error).__name__}: {error}")
-                footer = attempt.trajectories.seal(lease, job.record.ordinals)
-                attempt.leasing.returned(footer.returned)
-                continue
+            del attempt.leases[number]
             attempt.leasing.arrived(result.arrived)
-            succeeded = len(result.arrived) - sum(result.failures.values())
-            if result.failures:
-                self._count_failures(sum(result.failures.values()), next(iter(result.failures)))
-            if succeeded:
+            if failed := sum(result.failures.values()):
+                self._count_failures(failed, next(iter(result.failures)))
+            if failed < len(result.arrived):
                 self._failed_groups = 0
+
+    def _seal(self, attempt: Attempt, lease: OpenLease, why: str) -> None:
+        """End a lease in place of its task. Its last part says which ordinals go back."""
+        record = lease.job.record
+        del attempt.leases[record.lease]
+        if attempt.stop.is_set():
+            return
+        footer = attempt.trajectories.seal(record.lease, record.ordinals)
+        attempt.leasing.arrived(tuple(set(record.ordinals) - set(footer.returned)))
+        attempt.leasing.returned(footer.returned)
+        self._control.warn(f"lease {record.lease} {why}; {len(footer.returned)} of its ordinals are leased again")
+        self._count_failures(1, f"lease {record.lease} {why}")
 
     def _count_failures(self, count: int, cause: str) -> None:
         self._failed_groups += count
@@ -215,7 +255,12 @@ class Pipeline:
     def _first_evaluation(self, attempt: Attempt) -> None:
         """Version 0 is evaluated before the first lease, so that nothing else changes meanwhile."""
         leasing = attempt.leasing
-        if self._config.evaluation.at_start and leasing.steps_done == 0 and not attempt.leases and not has_evaluation(self._run.store, 0):
+        if (
+            self._config.evaluation.at_start
+            and leasing.steps_done == 0
+            and not attempt.leases
+            and not has_evaluation(self._run.store, 0)
+        ):
             self._evaluate(attempt, 0)
 
     def _last_evaluation(self, attempt: Attempt) -> None:
@@ -230,9 +275,15 @@ class Pipeline:
             return None
         self._show(attempt, f"evaluating version {version}", now=True)
         result = self._control.evaluate(
-            lambda: evaluate(self._generator, self._run.splits.held_out, self._run.store, attempt=attempt.claim.attempt, version=version)
+            lambda: evaluate(
+                self._generator,
+                self._run.splits.held_out,
+                self._run.store,
+                attempt=attempt.claim.attempt,
+                version=version,
+            )
         )
-        self._control.warn(result.line())
+        self._control.say(result.line())
         return result
 
     def _show(self, attempt: Attempt | None, phase: str, *, now: bool = False, fence: Fence | None = None) -> None:
@@ -246,7 +297,13 @@ class Pipeline:
         if attempt is not None:
             if fence is not None:
                 fence.check()
-            record = {"at": time.time(), "pid": os.getpid(), "phase": phase, "step": progress.step, "tokens_per_second": progress.tokens_per_second}
+            record = {
+                "at": time.time(),
+                "pid": os.getpid(),
+                "phase": phase,
+                "step": progress.step,
+                "tokens_per_second": progress.tokens_per_second,
+            }
             self._run.store.put(layout.progress(attempt.claim.attempt, "flow"), json.dumps(record).encode())
         self._control.show(progress)
 
@@ -279,6 +336,10 @@ class Pipeline:
         )
 
 
+def _any_set(*events: threading.Event) -> bool:
+    return any(event.is_set() for event in events)
+
+
 def trainer_command(run: Run, attempt: int, policy: Path, logs: Path) -> Command:
     """The torchrun group of one attempt. Pure."""
     config = run.config
@@ -286,7 +347,12 @@ def trainer_command(run: Run, attempt: int, policy: Path, logs: Path) -> Command
     python = str(training.python or sys.executable)
     group = [f"--nproc-per-node={training.ranks}", "--max-restarts=0"]
     if training.nodes > 1:
-        group += [f"--nnodes={training.nodes}", "--node-rank=0", "--rdzv-backend=c10d", f"--rdzv-endpoint={training.rendezvous}"]
+        group += [
+            f"--nnodes={training.nodes}",
+            "--node-rank=0",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={training.rendezvous}",
+        ]
     else:
         group += ["--standalone"]
     arguments = [
@@ -294,5 +360,10 @@ def trainer_command(run: Run, attempt: int, policy: Path, logs: Path) -> Command
         *("--root", config.storage.root, "--run-id", config.run_id, "--attempt", str(attempt), "--policy", str(policy)),
         *("--storage-options", json.dumps(config.storage.options), "--storage-client", config.storage.client),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(training.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(training.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return Command("trainer", arguments, environment, logs / "trainer.log", grace_seconds=TRAINER_GRACE_SECONDS)

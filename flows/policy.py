@@ -54,8 +54,21 @@ class PolicyPreparation:
         config_file = scratch / "config.json"
         config_file.write_text(self._config.model_dump_json(), encoding="utf-8")
         threads = self._config.model.warm_start.threads if self._config.model.warm_start else 1
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        arguments = [sys.executable, "-W", "ignore", "-m", "grpo_core.training.prepare", str(config_file), str(self._state)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        arguments = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "grpo_core.training.prepare",
+            str(config_file),
+            str(self._state),
+        ]
         self._child = Child(Command("policy", arguments, environment, self._logs / "policy.log", grace_seconds=2))
         self._control.watch("prepare-policy", self._child.poll)
         return self

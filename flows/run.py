@@ -51,7 +51,9 @@ class Run:
 
 def open_store(config: RunConfig) -> ObjectStore:
     """The store of a run. Raise StoreRefused when it cannot be used."""
-    return ObjectStore.open(layout.run_root(config.storage.root, config.run_id), config.storage.options, client=config.storage.client)
+    return ObjectStore.open(
+        layout.run_root(config.storage.root, config.run_id), config.storage.options, client=config.storage.client
+    )
 
 
 def open_run(config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer_digest: str) -> Run:
@@ -64,20 +66,31 @@ def open_run(config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer
         )
     digests = {"dataset": splits.digest(), "tokenizer": tokenizer_digest}
     if not store.exists(layout.run()):
-        fields = {"format": FORMAT, "config": config.model_dump(mode="json"), "digests": digests, "prompts": len(splits.train)}
+        fields = {
+            "format": FORMAT,
+            "config": config.model_dump(mode="json"),
+            "digests": digests,
+            "prompts": len(splits.train),
+        }
         write_record(store, layout.run(), fields)
         return Run(config, store, splits, {}, steps)
     recorded = read_record(store, layout.run())
     if recorded["format"] != FORMAT:
-        raise RunRefused(f"run {config.run_id} in {store.url} has format {recorded['format']}, this version writes {FORMAT}; continue it with the version that made it")
+        raise RunRefused(
+            f"run {config.run_id} in {store.url} has format {recorded['format']}, this version writes {FORMAT}; continue it with the version that made it"
+        )
     before = RunConfig.model_validate(recorded["config"])
     keys = recipe.changed_keys(before, config)
     refused = [key for key in keys if not recipe.continuable(key)]
     if refused:
-        raise RunRefused(f"run {config.run_id} in {store.url} was made with another {', '.join(refused)}; change it back, or choose another --run-id")
+        raise RunRefused(
+            f"run {config.run_id} in {store.url} was made with another {', '.join(refused)}; change it back, or choose another --run-id"
+        )
     for name, digest in digests.items():
         if recorded["digests"][name] != digest:
-            raise RunRefused(f"run {config.run_id} in {store.url} was made with another {name}; bring the old one back, or choose another --run-id")
+            raise RunRefused(
+                f"run {config.run_id} in {store.url} was made with another {name}; bring the old one back, or choose another --run-id"
+            )
     new = recipe.leaves(config)
     return Run(config, store, splits, {key: new.get(key) for key in keys}, steps)
 
@@ -96,7 +109,9 @@ def finished_run(config: RunConfig, store: ObjectStore) -> int | None:
     if not store.exists(layout.run()):
         return None
     recorded = read_record(store, layout.run())
-    if recorded["format"] != FORMAT or any(not recipe.continuable(key) for key in recipe.changed_keys(RunConfig.model_validate(recorded["config"]), config)):
+    if recorded["format"] != FORMAT or any(
+        not recipe.continuable(key) for key in recipe.changed_keys(RunConfig.model_validate(recorded["config"]), config)
+    ):
         return None
     steps = last_step(config.grpo, prompts=recorded["prompts"])
     return steps if is_finished(config, store, steps) else None

@@ -51,7 +51,9 @@ class LocalServer:
             if self._child.poll() is not None:
                 raise ServerFailed(f"the local Prefect server could not start: {self._child.failure()}")
             if time.monotonic() > deadline:
-                raise ServerFailed(f"the local Prefect server did not answer within {START_SECONDS:.0f} s; its last lines are:\n{self._child.tail()}")
+                raise ServerFailed(
+                    f"the local Prefect server did not answer within {START_SECONDS:.0f} s; its last lines are:\n{self._child.tail()}"
+                )
             time.sleep(0.2)
 
     def __enter__(self) -> "LocalServer":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from flows.run import RunRefused
 from grpo_core import recipe
@@ -23,8 +24,8 @@ from storage.attempts import AttemptClaim, newest
 from storage.checkpoints import Manifest, read_manifest
 from storage.errors import DamagedCheckpoint, ObjectMissing
 from storage.layout import LedgerName, PartName
+from storage.leases import read_lease
 from storage.ledger import DROPPED, RETURNED, TRAINED
-from storage.leases import lease_numbers, read_lease
 from storage.objects import ObjectStore
 from storage.records import read_record
 from storage.trajectories import TrajectoryStore
@@ -108,20 +109,35 @@ def standing(store: ObjectStore, run: RecordedRun) -> Standing:
         keep = base.attempt == attempt or run.config.checkpointing.load_replay_buffer
         frontier = Frontier.resume(FrontierState.from_json(base.frontier), keep_buffered=keep)
         events = _pinned(store, base, frontier.members(OrdinalState.BUFFERED))
-    for decision in _decisions(store, attempt, after=base.step if base is not None else 0):
-        _decide(frontier, decision)
+    saved = base.step if base is not None else 0
+    # What was returned shortly before the checkpoint may wait to be leased again, and its old part would look like a
+    # buffered group. It waits no longer than steps can be trained from stock: returned ordinals are leased first.
+    for decision in _decisions(store, attempt, after=max(0, saved - _reach(run.window))):
+        if decision.name.step > saved:
+            _decide(frontier, decision)
         if decision.state == RETURNED:
-            events[decision.ordinal] = OpenOrdinal(decision.order, OrdinalState.RETURNED, decision.part, decision.reason)
-        else:
-            events.pop(decision.ordinal, None)
+            event = OpenOrdinal(decision.order, OrdinalState.RETURNED, decision.part, decision.reason)
+            _note(events, decision.ordinal, event)
     for ordinal, event in _leased(store, attempt, run.window, frontier, events):
-        if ordinal not in events or event.order > events[ordinal].order:
-            events[ordinal] = event
+        _note(events, ordinal, event)
     for ordinal, event in events.items():
         _bring(frontier, ordinal, event.state)
-    ended = OpenOrdinal((0, 0, LEASED), OrdinalState.RETURNED, reason=f"attempt {base.attempt if base else attempt} ended")
+    ended = OpenOrdinal(
+        (0, 0, LEASED), OrdinalState.RETURNED, reason=f"attempt {base.attempt if base else attempt} ended"
+    )
     members = [o for state in ("buffered", "in_flight", "returned") for o in frontier.members(OrdinalState(state))]
     return Standing(frontier, base.frontier["cut"] if base else 0, {o: events.get(o, ended) for o in sorted(members)})
+
+
+def _note(events: dict[int, OpenOrdinal], ordinal: int, event: OpenOrdinal) -> None:
+    """Keep the newest event of an ordinal."""
+    if ordinal not in events or event.order > events[ordinal].order:
+        events[ordinal] = event
+
+
+def _reach(window: Window) -> int:
+    """For how many steps everything that can be open at once would last."""
+    return (window.max_age + 1) * window.every_steps
 
 
 def _base(store: ObjectStore, claim: AttemptClaim) -> Manifest | None:
@@ -164,7 +180,9 @@ def read_decisions(store: ObjectStore, name: LedgerName) -> list[Decision]:
     key = layout.ledger(name)
     rows, _ = schema.decode(store.get(key), ["ordinal", "state", "reason", "lease_attempt", "lease", "part"], name=key)
     return [
-        Decision(name, row["ordinal"], row["state"], row["reason"], PartName(row["lease_attempt"], row["lease"], row["part"]))
+        Decision(
+            name, row["ordinal"], row["state"], row["reason"], PartName(row["lease_attempt"], row["lease"], row["part"])
+        )
         for row in rows.to_pylist()
     ]
 
@@ -178,17 +196,18 @@ def _leased(
     than that is the highest ever leased; below it, whatever the ledger does not explain has an older lease.
     """
     trajectories = TrajectoryStore(store, attempt)
-    most_open = (window.max_age + 1) * window.every_steps * window.prompts_per_step
+    most_open = _reach(window) * window.prompts_per_step
     explained = {ordinal for ordinal, event in events.items() if event.state is OrdinalState.BUFFERED}
     seen: set[int] = set()
-    numbers = lease_numbers(store, attempt)[::-1]
+    newest_first = _newest_leases(store, attempt)
     with ThreadPoolExecutor(PARALLEL_READS) as readers:
-        for start in range(0, len(numbers), LEASES_AT_ONCE):
-            chosen = numbers[start : start + LEASES_AT_ONCE]
+        while chosen := list(islice(newest_first, LEASES_AT_ONCE)):
             records = list(readers.map(lambda number: read_lease(store, attempt, number), chosen))
             for record in records:
                 seen.update(record.ordinals)
-                yield from ((o, OpenOrdinal((attempt, record.lease, LEASED), OrdinalState.IN_FLIGHT)) for o in record.ordinals)
+                yield from (
+                    (o, OpenOrdinal((attempt, record.lease, LEASED), OrdinalState.IN_FLIGHT)) for o in record.ordinals
+                )
             # A lease of terminal ordinals only has nothing more to say.
             alive = [r.lease for r in records if any(frontier.state(o) not in TERMINAL for o in r.ordinals)]
             for footer in readers.map(trajectories.read_footer, trajectories.open_parts(alive)):
@@ -200,6 +219,13 @@ def _leased(
                 o in seen or o in explained or frontier.state(o) in TERMINAL for o in known
             ):
                 return
+
+
+def _newest_leases(store: ObjectStore, attempt: int) -> Iterator[int]:
+    """Numbers of the attempt's leases, descending; older directories are listed only when they are needed."""
+    for directory in reversed(store.directories(layout.leases_prefix(attempt))):
+        names = (layout.parse_lease(key) for key in store.list(directory))
+        yield from sorted((name.lease for name in names if name), reverse=True)
 
 
 def _decide(frontier: Frontier, decision: Decision) -> None:

@@ -61,7 +61,11 @@ def status(store: ObjectStore) -> dict[str, Any]:
         "dropped": counts.dropped,
         "reward": {"first": totals.reward_first, "last": totals.reward_last, "best": totals.reward_best},
         "lag": {"mean": totals.lag_mean, "p95": totals.lag(0.95), "max": max(totals.lag_tokens, default=None)},
-        "tokens": {"generated": totals.tokens_generated, "trained": totals.tokens_trained, "masked": totals.tokens_masked},
+        "tokens": {
+            "generated": totals.tokens_generated,
+            "trained": totals.tokens_trained,
+            "masked": totals.tokens_masked,
+        },
         "tokens_per_second": tokens_per_second,
         "eta_seconds": 0.0 if state == "finished" else eta,
     }

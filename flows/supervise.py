@@ -93,7 +93,11 @@ class Child:
     def failure(self) -> ChildFailed:
         """Why its end is an error, in one sentence and its last lines."""
         status = self.poll()
-        how = f"was killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"exited with status {status}"
+        how = (
+            f"was killed by {signal.Signals(-status).name}"
+            if status is not None and status < 0
+            else f"exited with status {status}"
+        )
         return ChildFailed(f"{self.command.name} {how}; its last lines, of {self.command.log}, are:\n{self.tail()}")
 
     def terminate(self) -> None:

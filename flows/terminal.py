@@ -16,7 +16,9 @@ KEPT = "\n\t"
 def visible(text: str) -> str:
     """`text` with every control, format, surrogate and private character but line breaks and tabs written as ‹U+…›."""
     return "".join(
-        letter if letter in KEPT or unicodedata.category(letter) not in ("Cc", "Cf", "Cs", "Co") else f"‹U+{ord(letter):04X}›"
+        letter
+        if letter in KEPT or unicodedata.category(letter) not in ("Cc", "Cf", "Cs", "Co")
+        else f"‹U+{ord(letter):04X}›"
         for letter in text
     )
 

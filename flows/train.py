@@ -8,6 +8,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
+from logging import Logger, LoggerAdapter
 from typing import Any
 
 import anyio
@@ -16,9 +17,10 @@ from prefect import flow, get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException
 from prefect.futures import PrefectConcurrentFuture
-from prefect.states import Cancelled, State
+from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
@@ -32,6 +34,7 @@ from grpo_core.config import RunConfig
 
 # Threads are made when they are needed; a lease or a watched process holds one each.
 MAX_TASKS = 256
+RUNNER: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=MAX_TASKS)
 POLL_SECONDS = 2.0
 TABLE_ROWS = 50
 # What may go wrong between us and a server that is away; everything else is a fault of ours and shows.
@@ -58,7 +61,7 @@ def watch_process(poll: Callable[[], int | None], name: str) -> int:
     return status
 
 
-@flow(name="train", flow_run_name=lambda: str(runtime.flow_run.parameters["config"]["run_id"]), task_runner=ThreadPoolTaskRunner(max_workers=MAX_TASKS))
+@flow(name="train", flow_run_name="{config.run_id}", task_runner=ThreadPoolTaskRunner(max_workers=MAX_TASKS))
 def train(config: RunConfig, take_over: bool = False) -> Summary | State[Any]:
     """Run, or continue, the run `config.run_id` to its configured end.
 
@@ -67,7 +70,7 @@ def train(config: RunConfig, take_over: bool = False) -> Summary | State[Any]:
         take_over: Fence a flow that seems to own the run, even while it shows signs of life.
     """
     logger = get_run_logger()
-    with Signals() as signals, LiveView() as view, PrefectControl(config, signals, view, logger.warning) as control:
+    with Signals() as signals, LiveView() as view, PrefectControl(config, signals, view, logger) as control:
         try:
             summary = run_to_end(config, control, take_over=take_over)
         except Stopped as stopped:
@@ -82,11 +85,13 @@ def train(config: RunConfig, take_over: bool = False) -> Summary | State[Any]:
 class PrefectControl:
     """A flow run as the supervisor's surroundings. All talk with the server happens on one background thread."""
 
-    def __init__(self, config: RunConfig, signals: Signals, view: LiveView, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: RunConfig, signals: Signals, view: LiveView, logger: Logger | LoggerAdapter[Logger]
+    ) -> None:
         self._config = config
         self._signals = signals
         self._view = view
-        self._warn = warn
+        self._logger = logger
         self._flow_run_id = runtime.flow_run.id
         self._newest: Progress | None = None
         self._closed = threading.Event()
@@ -96,26 +101,30 @@ class PrefectControl:
         self._thread = threading.Thread(target=context.run, args=(self._talk,), name="prefect-control", daemon=True)
 
     def wish(self) -> Wish:
-        if self._signals.number or (self.state is not None and (self.state.is_cancelling() or self.state.is_cancelled())):
+        if self._signals.number or (
+            self.state is not None and (self.state.is_cancelling() or self.state.is_cancelled())
+        ):
             return "cancel"
         return "suspend" if self.state is not None and self.state.is_paused() else "run"
 
     def dispatch(self, job: LeaseJob) -> LeaseFuture:
-        # Quoted: Prefect would otherwise look for futures in everything the job refers to.
-        return TaskFuture(generate_shard.submit(quote(job), job.record.lease))
+        return TaskFuture(generate_shard.submit(job=quoted(job), lease=job.record.lease))
 
     def evaluate(self, work: Callable[[], Evaluation]) -> Evaluation:
-        return evaluate_version(quote(work))
+        return evaluate_version(work=quoted(work))
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
-        watch_process.submit(quote(poll), name)
+        watch_process.submit(poll=quoted(poll), name=name)
 
     def show(self, progress: Progress) -> None:
         self._newest = progress
         self._view.show(progress)
 
+    def say(self, message: str) -> None:
+        self._logger.info(message)
+
     def warn(self, message: str) -> None:
-        self._warn(message)
+        self._logger.warning(message)
 
     def _talk(self) -> None:
         """Ask for our state and refresh the artifacts; while the server is away, keep the last answer and try again."""
@@ -128,12 +137,12 @@ class PrefectControl:
                     artifact = self._draw(self._newest, artifact)
                     drawn = time.monotonic()
             except SERVER_AWAY as error:
-                self._warn(f"the Prefect server does not answer ({type(error).__name__}); training goes on")
+                self._logger.warning(f"the Prefect server does not answer ({type(error).__name__}); training goes on")
         if self._newest is not None:
             try:
                 self._draw(self._newest, artifact)
             except SERVER_AWAY as error:
-                self._warn(f"the last artifacts were not stored ({type(error).__name__})")
+                self._logger.warning(f"the last artifacts were not stored ({type(error).__name__})")
 
     def _draw(self, progress: Progress, artifact: Any) -> Any:
         share = 100.0 * progress.step / progress.steps
@@ -144,7 +153,11 @@ class PrefectControl:
         else:
             update_progress_artifact(artifact, progress=share, description=description)
         if progress.history:
-            create_table_artifact(metric_table(progress), key=f"{key}-metrics", description=f"The last {TABLE_ROWS} steps of {progress.run_id}")
+            create_table_artifact(
+                metric_table(progress),
+                key=f"{key}-metrics",
+                description=f"The last {TABLE_ROWS} steps of {progress.run_id}",
+            )
         return artifact
 
     def __enter__(self) -> "PrefectControl":
@@ -156,10 +169,29 @@ class PrefectControl:
         self._thread.join(timeout=15)
 
 
+def quoted(value: Any) -> Any:
+    """An argument Prefect hands over as it is; it would otherwise look for futures in everything the value refers to."""
+    return quote(value)
+
+
 def metric_table(progress: Progress) -> list[dict[str, str | None]]:
     """The last steps, newest first, as text: what the table artifact shows."""
-    columns = ("step", "reward_mean", "loss", "grad_norm", "lag_mean", "lag_max", "entropy", "completion_tokens_mean", "step_seconds", "wait_seconds")
-    return [{name: None if (value := entry.get(name)) is None else f"{value:.4g}" for name in columns} for entry in reversed(progress.history)]
+    columns = (
+        "step",
+        "reward_mean",
+        "loss",
+        "grad_norm",
+        "lag_mean",
+        "lag_max",
+        "entropy",
+        "completion_tokens_mean",
+        "step_seconds",
+        "wait_seconds",
+    )
+    return [
+        {name: None if (value := entry.get(name)) is None else f"{value:.4g}" for name in columns}
+        for entry in reversed(progress.history)
+    ]
 
 
 class TaskFuture:

@@ -64,9 +64,13 @@ class ModelConfig(Section):
 
     source: Annotated[DirectoryModel | SmolLM2Model | TinyModel, Field(discriminator="kind")] = TinyModel()
     warm_start: WarmStart | None = None
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Computation and engine dtype; master weights stay float32")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Computation and engine dtype; master weights stay float32"
+    )
     context_length: PositiveInt = Field(4096, description="Prompt and completion together, tokens")
-    cache_directory: Path = Field(Path("~/.cache/forebay"), description="Where made or converted policies are kept, by content")
+    cache_directory: Path = Field(
+        Path("~/.cache/forebay"), description="Where made or converted policies are kept, by content"
+    )
 
 
 class ReasoningGymData(Section):
@@ -83,7 +87,9 @@ class ReasoningGymData(Section):
     @model_validator(mode="after")
     def _splits_differ(self) -> ReasoningGymData:
         if self.seed == self.held_out_seed:
-            raise ValueError(f"data.held_out_seed equals data.seed ({self.seed}): the held-out split would be the train split; choose another")
+            raise ValueError(
+                f"data.held_out_seed equals data.seed ({self.seed}): the held-out split would be the train split; choose another"
+            )
         return self
 
 
@@ -93,7 +99,9 @@ class FileData(Section):
     kind: Literal["files"] = "files"
     path: Path
     held_out_path: Path | None = None
-    prompt_column: str = Field("prompt", description="A list of {role, content} messages, or plain text taken as one user message")
+    prompt_column: str = Field(
+        "prompt", description="A list of {role, content} messages, or plain text taken as one user message"
+    )
 
 
 class DataConfig(Section):
@@ -115,7 +123,9 @@ class RewardFunction(Section):
 class RewardsConfig(Section):
     """How a group is scored; the reward of a rollout is the weighted sum of its sources."""
 
-    functions: tuple[RewardFunction, ...] = Field((RewardFunction(function="grpo_core.rollout.rewards:reasoning_gym_score"),), min_length=1)
+    functions: tuple[RewardFunction, ...] = Field(
+        (RewardFunction(function="grpo_core.rollout.rewards:reasoning_gym_score"),), min_length=1
+    )
     timeout_seconds: float = Field(60, gt=0)
     workers: PositiveInt = 1
 
@@ -149,18 +159,30 @@ class GenerationConfig(Section):
     lease_prompts: PositiveInt | None = Field(None, description="Prompts of one lease; default: a quarter of a step's")
     flush_seconds: float = Field(2.0, gt=0, description="A part is committed at least this often while groups finish")
     request_timeout_seconds: float = Field(300, gt=0)
-    max_rollout_attempts: PositiveInt = Field(3, description="Engine calls tried for one rollout before its group fails for good")
-    lease_timeout_seconds: float = Field(1800, gt=0, description="A lease without progress for this long is sealed and its ordinals are leased again")
+    max_rollout_attempts: PositiveInt = Field(
+        3, description="Engine calls tried for one rollout before its group fails for good"
+    )
+    lease_timeout_seconds: float = Field(
+        1800, gt=0, description="A lease older than this is sealed; what is missing of it is leased again"
+    )
     fork_threshold_tokens: int = Field(1024, ge=0)
 
 
 class AsyncGRPOConfig(Section):
     """How far generation may run ahead of training."""
 
-    max_trajectory_age_steps: int = Field(2, ge=0, le=1024, description="The window: highest lag of a trained token. 0 is synchronous GRPO")
-    stale_policy: Literal["mask", "drop"] = Field("mask", description="A group with tokens beyond the window: mask those tokens, or return the group")
-    max_generation_failures: int = Field(3, ge=0, description="Consecutive failed groups tolerated; 0: the first is fatal")
-    in_flight_weight_updates: bool = Field(True, description="Running requests are kept across a refit; otherwise they are drained first")
+    max_trajectory_age_steps: int = Field(
+        2, ge=0, le=1024, description="The window: highest lag of a trained token. 0 is synchronous GRPO"
+    )
+    stale_policy: Literal["mask", "drop"] = Field(
+        "mask", description="A group with tokens beyond the window: mask those tokens, or return the group"
+    )
+    max_generation_failures: int = Field(
+        3, ge=0, description="Consecutive failed groups tolerated; 0: the first is fatal"
+    )
+    in_flight_weight_updates: bool = Field(
+        True, description="Running requests are kept across a refit; otherwise they are drained first"
+    )
     recompute_kv_cache_after_weight_updates: bool = True
 
 
@@ -170,7 +192,9 @@ class GRPOConfig(Section):
     num_prompts_per_step: PositiveInt = 32
     num_generations_per_prompt: int = Field(8, ge=2)
     max_num_steps: PositiveInt = 100
-    max_num_epochs: PositiveInt | None = Field(None, description="Stop after this many passes over the data, if that comes first")
+    max_num_epochs: PositiveInt | None = Field(
+        None, description="Stop after this many passes over the data, if that comes first"
+    )
     advantage_baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     advantage_scale: Literal["group", "batch", "none"] = "group"
     async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
@@ -183,7 +207,9 @@ class ObjectiveConfig(Section):
     epsilon: float = Field(0.2, ge=0)
     epsilon_high: float | None = Field(None, ge=0, description="Default: epsilon")
     dual_clip: float | None = Field(None, gt=1)
-    beta: float = Field(0.0, ge=0, le=0, description="Weight of the KL term; needs a reference model, which this version does not load")
+    beta: float = Field(
+        0.0, ge=0, le=0, description="Weight of the KL term; needs a reference model, which this version does not load"
+    )
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     kl_input_clamp: float = Field(20.0, gt=0)
     kl_output_clamp: float = Field(10.0, gt=0)
@@ -193,7 +219,9 @@ class ObjectiveConfig(Section):
     importance_cap: float = Field(2.0, gt=0)
     importance_floor: float | None = Field(None, ge=0)
     force_on_policy_ratio: bool = False
-    acknowledge_no_correction: bool = Field(False, description="Allow a window above 0 without importance-sampling correction")
+    acknowledge_no_correction: bool = Field(
+        False, description="Allow a window above 0 without importance-sampling correction"
+    )
 
 
 class OptimizerConfig(Section):
@@ -219,12 +247,18 @@ class TrainingConfig(Section):
     """The trainer group."""
 
     ranks: PositiveInt = Field(1, description="Processes of the torchrun group on this machine")
-    nodes: PositiveInt = Field(1, description="Machines of the torchrun group; the other machines run the same torchrun line")
-    rendezvous: str | None = Field(None, pattern=r"^[\w.-]+:\d+$", description="host:port of the first machine, for more than one")
+    nodes: PositiveInt = Field(
+        1, description="Machines of the torchrun group; the other machines run the same torchrun line"
+    )
+    rendezvous: str | None = Field(
+        None, pattern=r"^[\w.-]+:\d+$", description="host:port of the first machine, for more than one"
+    )
     device: Literal["cpu", "cuda"] = "cpu"
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     activation_checkpointing: bool = False
-    step_timeout_seconds: float = Field(1800, gt=0, description="Longest time without progress before the trainer is called stuck")
+    step_timeout_seconds: float = Field(
+        1800, gt=0, description="Longest time without progress before the trainer is called stuck"
+    )
     python: Path | None = Field(None, description="Interpreter of the trainer, for an environment of its own")
 
     @model_validator(mode="after")
@@ -242,7 +276,9 @@ class RefitConfig(Section):
     every_steps: PositiveInt = 1
     control_timeout_seconds: float = Field(60, gt=0)
     transfer_timeout_seconds: float = Field(300, gt=0)
-    canary_tolerance: float = Field(1e-4, gt=0, description="Largest log-prob difference (nats) between trainer and engine after a refit")
+    canary_tolerance: float = Field(
+        1e-4, gt=0, description="Largest log-prob difference (nats) between trainer and engine after a refit"
+    )
 
 
 class CheckpointingConfig(Section):
@@ -252,7 +288,9 @@ class CheckpointingConfig(Section):
     keep_last: PositiveInt = 2
     keep_top_k: int = Field(1, ge=0, description="Best checkpoints kept beside the newest")
     metric_name: str = "reward_mean"
-    load_replay_buffer: bool = Field(True, description="Resume with the buffered groups; otherwise they are generated again")
+    load_replay_buffer: bool = Field(
+        True, description="Resume with the buffered groups; otherwise they are generated again"
+    )
 
 
 class EvaluationConfig(Section):
@@ -269,7 +307,9 @@ class StorageConfig(Section):
     """The object store."""
 
     root: str = Field("./forebay-runs", min_length=1, description="Any fsspec URL or a local directory")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the fsspec file system; no secrets: they end in run.json")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the fsspec file system; no secrets: they end in run.json"
+    )
     client: Literal["fsspec", "obstore"] = "fsspec"
 
 
@@ -278,14 +318,18 @@ class LocalPool(Section):
 
     kind: Literal["local"] = "local"
     engines: PositiveInt = 1
-    host: str = Field("127.0.0.1", description="The control routes are not authenticated: leave loopback only on a network you trust")
+    host: str = Field(
+        "127.0.0.1", description="The control routes are not authenticated: leave loopback only on a network you trust"
+    )
     port: int = Field(0, ge=0, le=65535, description="Of the first engine; 0: free ports")
     device: Literal["cpu", "cuda"] = "cpu"
     gpus: tuple[tuple[int, ...], ...] = Field((), description="GPU numbers of each engine; empty: all visible ones")
     threads: PositiveInt = 1
     tensor_parallel_size: PositiveInt = 1
     max_num_seqs: PositiveInt = Field(64, description="Sequences of one engine step; more requests wait in the engine")
-    max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens of one engine step; raised to model.context_length where that is more")
+    max_num_batched_tokens: PositiveInt = Field(
+        8192, description="Tokens of one engine step; raised to model.context_length where that is more"
+    )
     kv_cache_bytes: PositiveInt | None = Field(None, description="Default: the engine's own choice")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     enforce_eager: bool = False
@@ -297,7 +341,9 @@ class LocalPool(Section):
     @model_validator(mode="after")
     def _one_set_each(self) -> LocalPool:
         if self.gpus and len(self.gpus) != self.engines:
-            raise ValueError(f"pool.gpus names {len(self.gpus)} sets for pool.engines={self.engines}; give one set for each engine")
+            raise ValueError(
+                f"pool.gpus names {len(self.gpus)} sets for pool.engines={self.engines}; give one set for each engine"
+            )
         return self
 
 
@@ -314,14 +360,17 @@ class LoggingConfig(Section):
 
     progress_seconds: float = Field(1.0, gt=0, description="Refresh of the live view and of the progress records")
     artifact_seconds: float = Field(30.0, gt=0, description="Refresh of the Prefect artifacts")
-    trainer_logprobs: bool = Field(True, description="Keep the trainer's own log-probs in the ledger, for `forebay trace`")
-
+    trainer_logprobs: bool = Field(
+        True, description="Keep the trainer's own log-probs in the ledger, for `forebay trace`"
+    )
 
 
 class RunConfig(Section):
     """One training run."""
 
-    run_id: str = Field("run", pattern=RUN_ID, description="Names everything the run writes; the same name continues the run")
+    run_id: str = Field(
+        "run", pattern=RUN_ID, description="Names everything the run writes; the same name continues the run"
+    )
     seed: int = Field(0, ge=0)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -359,11 +408,17 @@ class RunConfig(Section):
             )
         rows = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         if rows < self.training.ranks * self.training.nodes:
-            raise ValueError(f"a step has {rows} rollouts for {self.training.ranks * self.training.nodes} trainer ranks; raise grpo.num_prompts_per_step")
+            raise ValueError(
+                f"a step has {rows} rollouts for {self.training.ranks * self.training.nodes} trainer ranks; raise grpo.num_prompts_per_step"
+            )
         if self.refit.backend != "gloo" and self.training.device != "cuda":
-            raise ValueError(f"refit.backend={self.refit.backend} needs GPUs, but training.device is {self.training.device}; use gloo")
+            raise ValueError(
+                f"refit.backend={self.refit.backend} needs GPUs, but training.device is {self.training.device}; use gloo"
+            )
         if self.refit.backend == "ipc" and self.training.nodes > 1:
-            raise ValueError("refit.backend=ipc shares one machine's GPU memory, but training.nodes is more than 1; use nccl")
+            raise ValueError(
+                "refit.backend=ipc shares one machine's GPU memory, but training.nodes is more than 1; use nccl"
+            )
         return self
 
     @property

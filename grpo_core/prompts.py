@@ -82,7 +82,9 @@ def load_splits(config: DataConfig) -> Splits:
     if config.system_prompt is None:
         return splits
     system = {"role": "system", "content": config.system_prompt}
-    with_system = [[Row([system, *row.messages], row.columns) for row in split] for split in (splits.train, splits.held_out)]
+    with_system = [
+        [Row([system, *row.messages], row.columns) for row in split] for split in (splits.train, splits.held_out)
+    ]
     return Splits(*with_system)
 
 
@@ -94,14 +96,20 @@ def _reasoning_gym(source: ReasoningGymData, seed: int, size: int, *, skip: froz
     try:
         entries = reasoning_gym.create_dataset(source.task, size=10 * size, seed=seed, **source.task_config)
     except (ValueError, TypeError, AssertionError) as error:
-        raise DataError(f"data.source.task={source.task!r} cannot be made by reasoning-gym: {error}; check task and task_config") from error
+        raise DataError(
+            f"data.source.task={source.task!r} cannot be made by reasoning-gym: {error}; check task and task_config"
+        ) from error
     rows: list[Row] = []
     seen = set(skip)
     for entry in _entries(entries):
         if entry["question"] in seen:
             continue
         seen.add(entry["question"])
-        columns = {"question": entry["question"], "answer": str(entry["answer"]), "entry": json.dumps(entry, default=str)}
+        columns = {
+            "question": entry["question"],
+            "answer": str(entry["answer"]),
+            "entry": json.dumps(entry, default=str),
+        }
         rows.append(Row([{"role": "user", "content": entry["question"]}], {**columns, "task": source.task}))
         if len(rows) == size:
             return rows
@@ -124,7 +132,9 @@ def _file_rows(source: FileData, path: Path) -> list[Row]:
     except (OSError, ValueError) as error:
         raise DataError(f"data file {path} cannot be read: {error}; give JSON Lines or Parquet") from error
     if source.prompt_column not in table.column_names:
-        raise DataError(f"data file {path} has no column {source.prompt_column!r}; its columns are {', '.join(table.column_names)}")
+        raise DataError(
+            f"data file {path} has no column {source.prompt_column!r}; its columns are {', '.join(table.column_names)}"
+        )
     return [_file_row(record, source.prompt_column, path, number) for number, record in enumerate(table.to_pylist())]
 
 
@@ -132,8 +142,14 @@ def _file_row(record: dict[str, Any], prompt_column: str, path: Path, number: in
     prompt = record.pop(prompt_column)
     if isinstance(prompt, str) and prompt:
         messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+    elif (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    ):
         messages = prompt
     else:
-        raise DataError(f"data file {path}, row {number}: {prompt_column} is {prompt!r}; give text or a list of role/content messages")
+        raise DataError(
+            f"data file {path}, row {number}: {prompt_column} is {prompt!r}; give text or a list of role/content messages"
+        )
     return Row(messages, record)

@@ -34,7 +34,9 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe {path} holds a {type(values).__name__}, not sections; start it with `grpo:` or another section")
+        raise ConfigError(
+            f"recipe {path} holds a {type(values).__name__}, not sections; start it with `grpo:` or another section"
+        )
     for override in overrides:
         values = overridden(values, override)
     return parse(values, where=str(path))
@@ -69,7 +71,9 @@ def parse(values: dict[str, Any], *, where: str) -> RunConfig:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         given = first.get("input")
         shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
-        reason = {"extra_forbidden": "is not a known key; check its spelling and its section"}.get(first["type"], first["msg"])
+        reason = {"extra_forbidden": "is not a known key; check its spelling and its section"}.get(
+            first["type"], first["msg"]
+        )
         raise ConfigError(f"{where}: {key}: {reason.removeprefix('Value error, ')}{shown}{more}") from error
 
 
@@ -86,7 +90,11 @@ def leaves(config: RunConfig) -> dict[str, Any]:
 
     def walk(values: Any, prefix: str) -> dict[str, Any]:
         if isinstance(values, dict) and values:
-            return {key: leaf for name, value in values.items() for key, leaf in walk(value, f"{prefix}.{name}" if prefix else name).items()}
+            return {
+                key: leaf
+                for name, value in values.items()
+                for key, leaf in walk(value, f"{prefix}.{name}" if prefix else name).items()
+            }
         return {prefix: values}
 
     return walk(config.model_dump(mode="json"), "")

@@ -43,7 +43,7 @@ def write_pool_change(store: ObjectStore, attempt: int, number: int, change: Poo
 
 def read_pool_changes(store: ObjectStore, attempt: int, *, after: int = -1) -> list[PoolChange]:
     """All changes numbered above `after`, in order; they are dense, so a missing number is the end."""
-    changes = []
+    changes: list[PoolChange] = []
     while True:
         try:
             fields = read_record(store, layout.pool_change(attempt, after + 1 + len(changes)))

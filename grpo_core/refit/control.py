@@ -115,7 +115,7 @@ def call_in_background(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # handed to whoever waits for the future
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -21,25 +21,32 @@ class Chat:
     def __init__(self, directory: Path, template_arguments: dict[str, Any]) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         if self._tokenizer.chat_template is None:
-            raise ChatError(f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory")
+            raise ChatError(
+                f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory"
+            )
         self._arguments = template_arguments
         self.stop_token_ids = _stop_token_ids(directory, self._tokenizer.eos_token_id)
         self.vocabulary_size = len(self._tokenizer)
 
     def render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, ending where the assistant is to speak."""
-        ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self._arguments)["input_ids"]
+        rendered: Any = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self._arguments
+        )
+        ids = list(rendered["input_ids"])
         if not ids:
-            raise ChatError(f"the chat template rendered nothing for {list(messages)!r}; give a list of role/content messages")
-        return list(ids)
+            raise ChatError(
+                f"the chat template rendered nothing for {list(messages)!r}; give a list of role/content messages"
+            )
+        return ids
 
     def text(self, ids: Sequence[int]) -> str:
         """What the assistant said, without special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, special tokens included."""
-        return [self._tokenizer.decode([token]) for token in ids]
+        return [str(self._tokenizer.decode([token])) for token in ids]
 
     def digest(self) -> str:
         """Content key of vocabulary and template: a continued run must tokenize alike."""
@@ -54,5 +61,7 @@ def _stop_token_ids(directory: Path, eos: int | None) -> tuple[int, ...]:
         declared = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
         ends |= set(declared if isinstance(declared, list) else [declared]) - {None}
     if not ends:
-        raise ChatError(f"neither the tokenizer nor generation_config.json in {directory} names an end-of-sequence token; add one")
+        raise ChatError(
+            f"neither the tokenizer nor generation_config.json in {directory} names an end-of-sequence token; add one"
+        )
     return tuple(sorted(ends))

@@ -79,7 +79,9 @@ class Pool:
         deadline = time.monotonic() + deadline_seconds
         while (member := self._take(weight)) is None:
             if time.monotonic() > deadline:
-                raise NoEngine(f"no engine of the pool carried the newest version within {deadline_seconds:g} s; see the engines' logs")
+                raise NoEngine(
+                    f"no engine of the pool carried the newest version within {deadline_seconds:g} s; see the engines' logs"
+                )
             await asyncio.sleep(WAIT_SECONDS)
         try:
             yield member

@@ -22,7 +22,9 @@ def resolve(name: str) -> RewardFunction:
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:
-        raise ValueError(f"reward function {name} cannot be imported ({type(error).__name__}: {error}); give module:function on the Python path") from error
+        raise ValueError(
+            f"reward function {name} cannot be imported ({type(error).__name__}: {error}); give module:function on the Python path"
+        ) from error
     if not callable(function):
         raise ValueError(f"reward function {name} is a {type(function).__name__}, not a function; give module:function")
     return function  # type: ignore[no-any-return]
@@ -41,7 +43,9 @@ async def score(functions: dict[str, RewardFunction], call: dict[str, Any]) -> d
             return [_number(value) for value in values]
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(f"reward function {name} raised {type(error).__name__}: {error} ({where.name}, line {where.lineno})") from error
+            raise ValueError(
+                f"reward function {name} raised {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+            ) from error
 
     values = await asyncio.gather(*(one(name, function) for name, function in functions.items()))
     return dict(zip(functions, values, strict=True))

@@ -54,20 +54,36 @@ class RewardWorkers:
         for worker in self._workers:
             worker.ready(START_SECONDS)
 
-    def score(self, *, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], columns: dict[str, list[Any]]) -> Scores:
+    def score(
+        self,
+        *,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> Scores:
         """Score one group of equally long lists. Raise RewardError on an exception, a crash or the deadline."""
         try:
             worker = self._idle.get(timeout=self._config.timeout_seconds * (1 + len(self._workers)))
         except queue.Empty as error:
-            raise RewardError(f"no reward worker became free within rewards.timeout_seconds={self._config.timeout_seconds:g}; add rewards.workers") from error
+            raise RewardError(
+                f"no reward worker became free within rewards.timeout_seconds={self._config.timeout_seconds:g}; add rewards.workers"
+            ) from error
         try:
-            call = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "columns": columns}
+            call = {
+                "prompts": prompts,
+                "completions": completions,
+                "completion_ids": completion_ids,
+                "columns": columns,
+            }
             components = worker.call(call, self._config.timeout_seconds)
         finally:
             self._idle.put(worker)
         for name, values in components.items():
             if len(values) != len(completions):
-                raise RewardError(f"reward function {name} returned {len(values)} values for {len(completions)} completions; return one for each")
+                raise RewardError(
+                    f"reward function {name} returned {len(values)} values for {len(completions)} completions; return one for each"
+                )
         weights = {source.function: source.weight for source in self._config.functions}
         return Scores(components, [_weighted(index, components, weights) for index in range(len(completions))])
 
@@ -99,9 +115,14 @@ class _Worker:
 
     def _start(self) -> None:
         arguments = [sys.executable, "-m", "grpo_core.rollout.reward_worker", *self._names]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
         # A session of its own: a Ctrl-C in the terminal is for the flow, which then closes us.
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
         self._pending = b""
         self._greeted = False
 
@@ -124,7 +145,9 @@ class _Worker:
             self._process.stdin.flush()
         except BrokenPipeError as error:
             self.stop()
-            raise RewardError(f"reward worker of {', '.join(self._names)} is gone; the group is retried on a new one") from error
+            raise RewardError(
+                f"reward worker of {', '.join(self._names)} is gone; the group is retried on a new one"
+            ) from error
         answer = self._line(seconds, "scoring")
         if "error" in answer:
             raise RewardError(answer["error"])
@@ -137,12 +160,16 @@ class _Worker:
             readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
                 self.stop()
-                raise RewardError(f"reward worker did not finish {doing} ({', '.join(self._names)}) within {seconds:g} s; raise rewards.timeout_seconds")
+                raise RewardError(
+                    f"reward worker did not finish {doing} ({', '.join(self._names)}) within {seconds:g} s; raise rewards.timeout_seconds"
+                )
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
                 status = self._process.wait(10)
                 self.stop()
-                raise RewardError(f"reward worker died with status {status} while {doing} ({', '.join(self._names)}); see its last lines above")
+                raise RewardError(
+                    f"reward worker died with status {status} while {doing} ({', '.join(self._names)}); see its last lines above"
+                )
             self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -162,14 +189,22 @@ class _Worker:
         self._process = None
 
 
-def reasoning_gym_score(completions: list[list[dict[str, str]]], entry: list[str], task: list[str], **columns: Any) -> list[float]:
+def reasoning_gym_score(
+    completions: list[list[dict[str, str]]], entry: list[str], task: list[str], **columns: Any
+) -> list[float]:
     """reasoning-gym's own scorer for the task; the answer is the text of the last message."""
     import reasoning_gym
 
     score = reasoning_gym.get_score_answer_fn(task[0])
-    return [float(score(completion[-1]["content"].strip(), json.loads(row))) for completion, row in zip(completions, entry, strict=True)]
+    return [
+        float(score(completion[-1]["content"].strip(), json.loads(row)))
+        for completion, row in zip(completions, entry, strict=True)
+    ]
 
 
 def exact_match(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float]:
     """1 where the text of the last message is the column `answer`, else 0."""
-    return [float(completion[-1]["content"].strip() == expected.strip()) for completion, expected in zip(completions, answer, strict=True)]
+    return [
+        float(completion[-1]["content"].strip() == expected.strip())
+        for completion, expected in zip(completions, answer, strict=True)
+    ]

@@ -67,7 +67,9 @@ class Window:
         for candidate in candidates:
             if candidate.failure is not None:
                 dropped[candidate.ordinal] = candidate.failure
-            elif candidate.newest_version < oldest or (self.stale_policy == "drop" and candidate.oldest_version < oldest):
+            elif candidate.newest_version < oldest or (
+                self.stale_policy == "drop" and candidate.oldest_version < oldest
+            ):
                 returned[candidate.ordinal] = "stale"
             else:
                 admissible.append(candidate)

@@ -55,7 +55,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
-    store = ObjectStore.open(layout.run_root(arguments.root, arguments.run_id), json.loads(arguments.storage_options), client=arguments.storage_client)
+    store = ObjectStore.open(
+        layout.run_root(arguments.root, arguments.run_id),
+        json.loads(arguments.storage_options),
+        client=arguments.storage_client,
+    )
     claim = read_attempt(store, arguments.attempt)
     described = read_record(store, layout.run())
     config = with_changes(RunConfig.model_validate(described["config"]), claim.config_changes)
@@ -78,10 +82,29 @@ def main() -> None:
     fence = Fence(store, claim.attempt)
     trajectories = TrajectoryStore(store, claim.attempt, fence=fence.check)
     cache = PartCache(trajectories)
-    rank = Rank(config, store, claim.attempt, policy, optimizer, cache, device, _transfer(config) if dist.get_rank() == 0 else None)
+    rank = Rank(
+        config,
+        store,
+        claim.attempt,
+        policy,
+        optimizer,
+        cache,
+        device,
+        _transfer(config) if dist.get_rank() == 0 else None,
+    )
     commands = None
     if dist.get_rank() == 0:
-        conductor = _conductor(config, store, claim.attempt, manifest, trajectories, cache, fence, stop, last_step(config.grpo, prompts=described["prompts"]))
+        conductor = _conductor(
+            config,
+            store,
+            claim.attempt,
+            manifest,
+            trajectories,
+            cache,
+            fence,
+            stop,
+            last_step(config.grpo, prompts=described["prompts"]),
+        )
         commands = conductor.commands()
     follow(rank, commands)
     dist.destroy_process_group()

@@ -61,7 +61,13 @@ class StepAccount:
 
 
 def step_rows(
-    plan: StepPlan, groups: Sequence[BufferedGroup], rows: Sequence[Row], result: StepResult, *, version: int, logprobs: bool
+    plan: StepPlan,
+    groups: Sequence[BufferedGroup],
+    rows: Sequence[Row],
+    result: StepResult,
+    *,
+    version: int,
+    logprobs: bool,
 ) -> StepAccount:
     """The account of one step. `rows` are those of plan.places, group after group; `version` is the training version."""
     ledger, lags, first = [], [], 0
@@ -86,15 +92,21 @@ def step_rows(
                 "tokens_generated": generated,
                 "tokens_trained": len(group_lags),
                 "tokens_masked": generated - len(group_lags),
-                "trainer_logprobs": [result.logprobs[index].tolist() for index in members if index in result.logprobs] if logprobs else None,
+                "trainer_logprobs": [result.logprobs[index].tolist() for index in members if index in result.logprobs]
+                if logprobs
+                else None,
             }
         )
     all_lags = np.concatenate(lags)
     values, counts = np.unique(all_lags, return_counts=True)
-    return StepAccount(ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, _metrics(groups, rows, all_lags, result))
+    return StepAccount(
+        ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, _metrics(groups, rows, all_lags, result)
+    )
 
 
-def _metrics(groups: Sequence[BufferedGroup], rows: Sequence[Row], lags: np.ndarray, result: StepResult) -> dict[str, float]:
+def _metrics(
+    groups: Sequence[BufferedGroup], rows: Sequence[Row], lags: np.ndarray, result: StepResult
+) -> dict[str, float]:
     rewards = np.array([group.rewards for group in groups], dtype=np.float64)
     generated = np.array([int(row.generated.sum()) for row in rows])
     spread = np.nanmax(rewards, axis=1) != np.nanmin(rewards, axis=1)
@@ -119,7 +131,11 @@ def _metrics(groups: Sequence[BufferedGroup], rows: Sequence[Row], lags: np.ndar
 
 def _lags(row: Row, version: int, oldest: int) -> np.ndarray:
     """Lag of each trained token of a row."""
-    parts = [np.full(int(row.generated[span.start : span.end].sum()), version - span.version) for span in row.spans if span.version >= oldest]
+    parts = [
+        np.full(int(row.generated[span.start : span.end].sum()), version - span.version)
+        for span in row.spans
+        if span.version >= oldest
+    ]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 

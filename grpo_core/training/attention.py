@@ -49,10 +49,18 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of query [1, heads, tokens, width] on key and value [1, kv_heads, tokens, width]."""
     if sliding_window is not None and packing.longest > sliding_window:
-        raise NotImplementedError(f"a sequence of {packing.longest} tokens exceeds the model's sliding window of {sliding_window}; shorten sequences")
-    padded = [_side_by_side(tensor, packing) for tensor in (query, key, value)]
+        raise NotImplementedError(
+            f"a sequence of {packing.longest} tokens exceeds the model's sliding window of {sliding_window}; shorten sequences"
+        )
+    queries, keys, values = (_side_by_side(tensor, packing) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(
-        *padded, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
+        queries,
+        keys,
+        values,
+        is_causal=True,
+        scale=scaling,
+        dropout_p=dropout,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     tokens = output.permute(0, 2, 1, 3).reshape(packing.rows * packing.longest, *output.shape[1::2])
     return tokens.index_select(0, packing.slots).unsqueeze(0), None

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_core.trajectory import VersionSpan
 from grpo_core.training.attention import Packing
+from grpo_core.trajectory import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class Batch:
     sequence_ids: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Row], advantages: Sequence[float], *, oldest_version: int, device: torch.device) -> Batch:
+    def of(
+        cls, rows: Sequence[Row], advantages: Sequence[float], *, oldest_version: int, device: torch.device
+    ) -> Batch:
         """Pack `rows` in order. `advantages` is per row; tokens of versions below `oldest_version` are masked."""
         lengths = [len(row.ids) for row in rows]
         starts = np.cumsum([0, *lengths[:-1]])
@@ -69,8 +71,14 @@ class Batch:
             packing=Packing.of(lengths, device),
             at=flat([at], torch.int64),
             targets=flat([ids[at + 1]], torch.int64),
-            behaviour_logprobs=flat([row.logprobs[where + 1] for row, where in zip(rows, inside, strict=True)], torch.float32),
-            advantages=flat([np.full(len(where), value) for value, where in zip(advantages, inside, strict=True)], torch.float32),
-            mask=flat([row.fresh(oldest_version)[where + 1] for row, where in zip(rows, inside, strict=True)], torch.bool),
+            behaviour_logprobs=flat(
+                [row.logprobs[where + 1] for row, where in zip(rows, inside, strict=True)], torch.float32
+            ),
+            advantages=flat(
+                [np.full(len(where), value) for value, where in zip(advantages, inside, strict=True)], torch.float32
+            ),
+            mask=flat(
+                [row.fresh(oldest_version)[where + 1] for row, where in zip(rows, inside, strict=True)], torch.bool
+            ),
             sequence_ids=flat([np.full(len(where), number) for number, where in enumerate(inside)], torch.int64),
         )

@@ -183,7 +183,9 @@ class Conductor:
         """Advantages, packing and denominators of one step."""
         config = self._config
         rewards = np.array([group.rewards for group in groups], dtype=np.float64)
-        advantages = group_advantages(rewards, baseline=config.grpo.advantage_baseline, scale=config.grpo.advantage_scale)
+        advantages = group_advantages(
+            rewards, baseline=config.grpo.advantage_baseline, scale=config.grpo.advantage_scale
+        )
         places = [place for group in groups for place in group.places()]
         rows = self._feed.cache.rows(places)
         oldest = self._window.oldest_version(step)
@@ -196,21 +198,32 @@ class Conductor:
             advantages=[float(advantages[g, rollout]) for g, group in enumerate(groups) for rollout in group.rollouts],
             micro_batches=packed.micro_batches,
             oldest_version=oldest,
-            denominators=Denominators(float(sum(trained)), float(sequences), float(sequences * config.generation.max_completion_length)),
+            denominators=Denominators(
+                float(sum(trained)), float(sequences), float(sequences * config.generation.max_completion_length)
+            ),
             learning_rate=learning_rate(step - 1, self._window.steps, config.optimizer),
         )
 
     def _record(self, plan: StepPlan, groups: Sequence[BufferedGroup], result: StepResult) -> None:
         """Ledger the step, durable before anything else happens because of it."""
         version = self._window.training_version(plan.step)
-        account = step_rows(plan, groups, self._feed.cache.rows(plan.places), result, version=version, logprobs=self._config.logging.trainer_logprobs)
+        account = step_rows(
+            plan,
+            groups,
+            self._feed.cache.rows(plan.places),
+            result,
+            version=version,
+            logprobs=self._config.logging.trainer_logprobs,
+        )
         rows = ledger_rows(account.rows)
         self._totals = self._totals.add(rows, account.lag_tokens)
         self._metrics |= account.metrics
         self._ledger.write_step(plan.step, rows, self._totals, self._metrics)
         self._feed.frontier.trained([group.ordinal for group in groups], plan.step)
         self._done = plan.step
-        self._feed.cache.keep(layout.part(p.attempt, p.lease, p.part) for p in {group.part for group in self._feed.groups.values()})
+        self._feed.cache.keep(
+            layout.part(p.attempt, p.lease, p.part) for p in {group.part for group in self._feed.groups.values()}
+        )
         self._report({"step": plan.step, "metrics": self._metrics})
 
     def _joined(self) -> bool:
@@ -235,11 +248,24 @@ class Conductor:
                 result: RefitResult | RefitFailed = yield Refit(stamp, engines)
                 for broken in result.broken:
                     self._engines.pop(broken.name)
-                self._report({"broken_engines": {broken.name: f"{broken.phase}: {broken.cause}" for broken in result.broken}})
+                self._report(
+                    {"broken_engines": {broken.name: f"{broken.phase}: {broken.cause}" for broken in result.broken}}
+                )
                 if isinstance(result, RefitResult):
                     self._carrying |= set(result.refitted)
-                    write_refit(self._store, RefitRecord(self._attempt, stamp.version, step, result.refitted, result.seconds, result.canary))
-                    self._report({"refit": {"version": stamp.version, "seconds": time.monotonic() - began, "canary": max(result.canary.values(), default=0.0)}})
+                    write_refit(
+                        self._store,
+                        RefitRecord(self._attempt, stamp.version, step, result.refitted, result.seconds, result.canary),
+                    )
+                    self._report(
+                        {
+                            "refit": {
+                                "version": stamp.version,
+                                "seconds": time.monotonic() - began,
+                                "canary": max(result.canary.values(), default=0.0),
+                            }
+                        }
+                    )
                     return
             if time.monotonic() - progress > IDLE_SECONDS:
                 self._fence()

@@ -81,7 +81,9 @@ class PartCache:
 class Feed:
     """The buffered groups of one attempt. `groups` maps ordinal → group; the caller takes out what it decides."""
 
-    def __init__(self, store: ObjectStore, trajectories: TrajectoryStore, attempt: int, frontier: Frontier, cache: PartCache) -> None:
+    def __init__(
+        self, store: ObjectStore, trajectories: TrajectoryStore, attempt: int, frontier: Frontier, cache: PartCache
+    ) -> None:
         self._store = store
         self._trajectories = trajectories
         self._attempt = attempt
@@ -146,7 +148,8 @@ def table_rows(table: pa.Table) -> list[Row]:
 def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[BufferedGroup]:
     """The groups of a part, in order of their ordinals."""
     ordinals, rollouts, rewards, epochs, indices, statuses, errors = (
-        table.column(column).to_pylist() for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error")
+        table.column(column).to_pylist()
+        for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error")
     )
     members: dict[int, list[int]] = {}
     for row, ordinal in enumerate(ordinals):
@@ -154,7 +157,9 @@ def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[Bu
     groups = []
     for ordinal, where in sorted(members.items()):
         by_rollout = {rollouts[row]: rewards[row] for row in where}
-        scores = tuple(np.nan if by_rollout.get(i) is None else float(by_rollout[i]) for i in range(max(by_rollout) + 1))
+        scores = tuple(
+            np.nan if by_rollout.get(i) is None else float(by_rollout[i]) for i in range(max(by_rollout) + 1)
+        )
         versions = [span.version for row in where for span in rows[row].spans]
         failure = next((errors[row] or "failed" for row in where if statuses[row] != OK), None)
         if failure is None and not versions:

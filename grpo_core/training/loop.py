@@ -78,7 +78,8 @@ def follow(rank: Rank, commands: Commands | None) -> None:
             case Refit() as command:
                 result = _refit(rank, command)
             case Save() as command:
-                result = _save(rank, command)
+                _save(rank, command)
+                result = None
 
 
 def _next(commands: Commands, result: Any) -> Any:
@@ -107,7 +108,9 @@ def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
     if rank.transfer is None:
         return None
     try:
-        return refit_weights(tensors, command.engines, command.stamp, rank.transfer, _deadlines(rank.config), canary=canary)
+        return refit_weights(
+            tensors, command.engines, command.stamp, rank.transfer, _deadlines(rank.config), canary=canary
+        )
     except RefitFailed as failure:
         return failure
 
@@ -138,7 +141,9 @@ def _canary(rank: Rank, tolerance: float) -> Canary:
     positions = torch.arange(len(tokens), device=rank.device)
     with torch.no_grad():
         packing = Packing.of([len(tokens)], rank.device)
-        logprobs, _ = rank.policy(ids, positions.unsqueeze(0), packing, at=positions[:-1], targets=ids[0, 1:], temperature=1.0)
+        logprobs, _ = rank.policy(
+            ids, positions.unsqueeze(0), packing, at=positions[:-1], targets=ids[0, 1:], temperature=1.0
+        )
     # Without a backward pass the root's parameters would stay gathered and be mistaken for the shards.
     rank.policy.reshard()  # type: ignore[operator]
     return Canary(tokens, tuple(logprobs.float().cpu().tolist()), tolerance)
@@ -152,7 +157,9 @@ def _save(rank: Rank, command: Save) -> None:
     dist.barrier()
     if dist.get_rank() != 0:
         return
-    files = {key.removeprefix(prefix): FileDigest(*rank.store.digest(key)) for key in rank.store.list(prefix, recursive=True)}
+    files = {
+        key.removeprefix(prefix): FileDigest(*rank.store.digest(key)) for key in rank.store.list(prefix, recursive=True)
+    }
     manifest = Manifest(
         attempt=rank.attempt,
         step=command.step,

@@ -15,7 +15,12 @@ def make_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     matrices = [p for p in policy.parameters() if p.ndim >= 2]
     vectors = [p for p in policy.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:

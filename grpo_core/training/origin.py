@@ -160,10 +160,10 @@ def _convert_gguf(file: Path, directory: Path) -> None:
     config = AutoConfig.for_model(**settings)
     config.dtype = torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)

@@ -88,7 +88,9 @@ def run_step(
             oldest_version=plan.oldest_version,
             device=device,
         )
-        current, entropy = policy(batch.input_ids, batch.position_ids, batch.packing, at=batch.at, targets=batch.targets)
+        current, entropy = policy(
+            batch.input_ids, batch.position_ids, batch.packing, at=batch.at, targets=batch.targets
+        )
         loss, metrics = policy_loss(
             current,
             current.detach(),
@@ -113,7 +115,9 @@ def run_step(
     loss_value, pairs = _over_ranks(loss_sum, sums)
     if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
         optimizer.zero_grad(set_to_none=True)
-        raise NonFiniteStep(f"step {plan.step}: loss {loss_value} and gradient norm {grad_norm} are not finite; lower optimizer.learning_rate")
+        raise NonFiniteStep(
+            f"step {plan.step}: loss {loss_value} and gradient norm {grad_norm} are not finite; lower optimizer.learning_rate"
+        )
     for group in optimizer.param_groups:
         group["lr"] = plan.learning_rate
     optimizer.step()
@@ -128,7 +132,11 @@ def _float(norm: Tensor) -> float:
 def _over_ranks(loss: Tensor, sums: dict[str, list[float | Tensor]]) -> tuple[float, dict[str, tuple[float, float]]]:
     """Sum the loss and all metric pairs over ranks in one collective; every rank has the same metric names."""
     names = sorted(sums)
-    flat = torch.tensor([float(loss), *(float(value) for name in names for value in sums[name])], dtype=torch.float64, device=loss.device)
+    flat = torch.tensor(
+        [float(loss), *(float(value) for name in names for value in sums[name])],
+        dtype=torch.float64,
+        device=loss.device,
+    )
     dist.all_reduce(flat)
     values = flat.tolist()
     return values[0], {name: (values[1 + 2 * i], values[2 + 2 * i]) for i, name in enumerate(names)}

@@ -54,7 +54,9 @@ def make(
     has at most as many entries, fewer when the texts hold no more pairs worth merging. Raises TinyPolicyError.
     """
     if heads % kv_heads:
-        raise TinyPolicyError(f"heads {heads} is not a multiple of kv_heads {kv_heads}; choose kv_heads that divides it")
+        raise TinyPolicyError(
+            f"heads {heads} is not a multiple of kv_heads {kv_heads}; choose kv_heads that divides it"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = fit_tokenizer(texts, vocabulary_size=vocabulary_size, max_length=max_position_embeddings)
     config = Qwen3Config(
@@ -74,8 +76,8 @@ def make(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
+        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
     model.save_pretrained(directory)
@@ -111,7 +113,7 @@ def fit_tokenizer(texts: Iterable[str], *, vocabulary_size: int, max_length: int
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         eos_token=END_OF_MESSAGE,
         pad_token=END_OF_TEXT,

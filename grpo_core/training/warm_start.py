@@ -84,7 +84,9 @@ def one_too_high(answer: str) -> str:
     try:
         return str(Decimal(answer) + 1)
     except InvalidOperation:
-        raise WarmStartError(f"answer {answer!r} is not a number, so no slip can be made; set wrong_share to 0") from None
+        raise WarmStartError(
+            f"answer {answer!r} is not a number, so no slip can be made; set wrong_share to 0"
+        ) from None
 
 
 def run(
@@ -99,7 +101,7 @@ def run(
     threads: int,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train the policy of `policy_dir` on the demonstrations with AdamW and save it, tokenizer included, to `output_dir`.
+    """Train the policy of `policy_dir` on the demonstrations with AdamW and save it, with tokenizer, to `output_dir`.
 
     Returns `steps`, `tokens` (learned), `seconds` (wall time) and `loss`, a curve of [step, mean loss in nats per
     token since the point before]. When `output_dir` is complete already, nothing is done and the curve is empty.
@@ -168,7 +170,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def _descend(
     model: PreTrainedModel, batches: Iterator[list[Example]], *, steps: int, learning_rate: float
 ) -> Iterator[tuple[int, float, int]]:
-    """Take the steps; yield (step, mean loss since the yield before, tokens learned so far) about CURVE_POINTS times."""
+    """Yield (step, mean loss since the yield before, tokens learned so far) about CURVE_POINTS times."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
     interval = max(1, steps // CURVE_POINTS)
     losses: list[float] = []
@@ -180,7 +182,8 @@ def _descend(
             parameters["lr"] = learning_rate * learning_rate_factor(step - 1, steps)
         # No attention mask: padding is on the right, where causal attention never looks from a token that counts.
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        loss = cross_entropy(model.get_output_embeddings()(hidden[learn]), labels[learn])
+        logits = model.get_output_embeddings()(hidden[learn])  # type: ignore[no-untyped-call]
+        loss = cross_entropy(logits, labels[learn])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)

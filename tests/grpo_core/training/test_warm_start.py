@@ -97,7 +97,9 @@ def test_padding_does_not_change_what_a_row_learns(policy: Path) -> None:
 
 def test_every_pass_shows_each_example_once_and_in_its_own_order() -> None:
     examples = [([place], [place]) for place in range(10)]
-    shown = [example[0][0] for batch in islice(warm_start.shuffled(examples, batch_size=5, seed=3), 4) for example in batch]
+    shown = [
+        example[0][0] for batch in islice(warm_start.shuffled(examples, batch_size=5, seed=3), 4) for example in batch
+    ]
     assert sorted(shown[:10]) == sorted(shown[10:]) == list(range(10))
     assert shown[:10] != shown[10:]
 

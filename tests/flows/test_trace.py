@@ -1,0 +1,109 @@
+"""The life of one prompt, as `forebay trace` tells it."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows.trace import trace
+from flows.trace_view import render_trace
+from storage.objects import ObjectStore
+from tests.flows.synthetic_run import HOSTILE, PROMPT_TOKENS, small_run
+
+
+class Names:
+    def pieces(self, ids):
+        return [f"<{token}>" for token in ids]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    store = ObjectStore.open(str(tmp_path / "synthetic"))
+    small_run(store)
+    return store
+
+
+def shown(found) -> str:
+    target = io.StringIO()
+    Console(file=target, width=200, force_terminal=True, color_system=None).print(render_trace(found))
+    return target.getvalue()
+
+
+def test_every_lease_of_every_attempt_is_told(store):
+    found = trace(store, 7)
+    assert found["state"] == "trained"
+    assert [(lease["attempt"], lease["lease"], lease["stamp"]) for lease in found["leases"]] == [
+        (1, 3, "1.0"),
+        (2, 0, "2.2"),
+        (2, 2, "2.3"),
+    ]
+    assert [[(d["state"], d["step"]) for d in lease["decisions"]] for lease in found["leases"]] == [
+        [],
+        [("returned", 3)],
+        [("trained", 5)],
+    ]
+
+
+def test_a_group_trained_on_both_branches_has_both_decisions(store):
+    [lease] = trace(store, 5)["leases"]
+    assert [(d["attempt"], d["step"], d["living"]) for d in lease["decisions"]] == [(1, 3, False), (2, 3, True)]
+
+
+def test_rows_carry_rewards_messages_and_advantages(store):
+    [lease] = trace(store, 5)["leases"]
+    [part] = lease["parts"]
+    first, second = part["rows"]
+    assert (first["rollout"], first["reward"], first["reward_components"], first["advantage"]) == (
+        0,
+        1.0,
+        {"correct": 1.0},
+        0.5,
+    )
+    assert (second["reward"], second["advantage"], second["turns"], second["finish_reason"]) == (0.0, -0.5, 1, "stop")
+    assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
+    assert first["seconds"] == 1.5
+
+
+def test_tokens_pair_the_engine_with_the_trainer(store):
+    [lease] = trace(store, 5, Names())["leases"]
+    for row in lease["parts"][0]["rows"]:
+        assert [token["position"] for token in row["tokens"]] == list(
+            range(PROMPT_TOKENS, PROMPT_TOKENS + len(row["tokens"]))
+        )
+        for number, token in enumerate(row["tokens"]):
+            assert token["engine"] == pytest.approx(-0.25 * (number + 1))
+            assert token["difference"] == pytest.approx(0.01, abs=1e-6)
+            assert token["trainer"] == pytest.approx(token["engine"] + 0.01, abs=1e-6)
+            assert (token["stamp"], token["lag"], token["masked"]) == ("1.1", 1, False)
+            assert token["text"] == f"<{token['id']}>"
+
+
+@pytest.mark.parametrize(
+    ("ordinal", "state"),
+    [(3, "dropped"), (10, "dropped"), (12, "in_flight"), (13, "buffered"), (14, "returned"), (99, "new")],
+)
+def test_ordinals_in_any_state_have_a_life(store, ordinal, state):
+    found = trace(store, ordinal)
+    assert found["state"] == state
+    json.dumps(found, allow_nan=False)
+    assert state.replace("_", " ") in shown(found)
+
+
+def test_a_tombstone_shows_its_cause(store):
+    [lease] = trace(store, 3)["leases"]
+    [row] = lease["parts"][0]["rows"]
+    assert (row["status"], row["error"], row["tokens"]) == ("failed", f"RolloutFailed: {HOSTILE}", [])
+    assert lease["decisions"][0]["reason"] == row["error"]
+
+
+def test_a_sealed_lease_says_that_it_returned_the_ordinal(store):
+    [lease] = trace(store, 14)["leases"]
+    assert [(part["returned"], part["last"], part["rows"]) for part in lease["parts"]] == [(True, True, [])]
+
+
+def test_rollouts_cannot_speak_to_the_terminal(store):
+    text = shown(trace(store, 7, Names()))
+    assert "\x1b[31m" not in text and "\u202e" not in text
+    assert "[red]markup[/red]" in text and "‹U+001B›" in text
