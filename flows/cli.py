@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,21 +15,35 @@ from rich.console import Console
 
 from flows.assembly import Summary, log_directory, run_to_end, summarise
 from flows.control import LocalControl, Signals, Stopped
+from flows.doctor import examine
 from flows.engines import PoolFailed
+from flows.history import json_lines, ledger_lines, render_ledger
 from flows.live import LiveView
 from flows.pipeline import RunFailed
 from flows.policy import PolicyFailed, PolicyPreparation
+from flows.report import report as write_report
 from flows.run import RunRefused, finished_run, open_store
 from flows.server import LocalServer, ServerFailed
-from flows.supervise import ChildFailed
+from flows.standing import recorded_run
+from flows.status import render_status
+from flows.status import status as read_status
+from flows.supervise import Child, ChildFailed, Command
+from flows.trace import trace as read_trace
+from flows.trace_view import render_trace
 from grpo_core import recipe
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, StorageConfig
 from grpo_core.prompts import DataError
 from grpo_core.recipe import ConfigError
-from grpo_core.rollout.chat import ChatError
+from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.group import RolloutFailed
 from grpo_core.rollout.rewards import RewardError
+from storage import layout
+from storage.checkpoints import committed
 from storage.errors import StorageError
+from storage.objects import ObjectStore
+
+QUICKSTART = Path("deployments/recipes/quickstart.yaml")
+EXPORT_SECONDS = 3600.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,6 +61,7 @@ EXPLAINED = (
 Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as deployments/recipes/quickstart.yaml")]
 Root = Annotated[str | None, typer.Option("--root", help="Where runs are kept: a directory or any fsspec URL")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, as dotted.key=value"),
@@ -80,7 +95,10 @@ def train(
         summary = finished_summary(config)
         if summary is None:
             summary = train_locally(config, take_over) if no_prefect else train_with_prefect(config, take_over)
-        console.print(summary.text(), highlight=False)
+        store = open_store(config)
+        page = write_report(store, report_path(store, config.run_id))
+        print(summary.text())
+        print(f"report: {page}")
 
 
 def read_recipe(
@@ -165,6 +183,141 @@ def validate(recipe_path: Recipe, overrides: Overrides = None) -> None:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
 
 
-def render(action: Callable[[], None]) -> None:
+@app.command()
+def status(run_id: RunId, root: Root = None, as_json: AsJson = False) -> None:
+    """Where a run is."""
     with explained():
-        action()
+        values = read_status(existing(run_id, root))
+        print(json.dumps(values)) if as_json else console.print(render_status(values))
+
+
+@app.command()
+def ledger(
+    run_id: RunId,
+    root: Root = None,
+    as_json: AsJson = False,
+    all_attempts: Annotated[bool, typer.Option("--all-attempts", help="Also what dead branches decided")] = False,
+) -> None:
+    """Where every prompt of a run is: one line for each ordinal of the surviving history."""
+    with explained():
+        lines = ledger_lines(existing(run_id, root), all_attempts)
+        if as_json:
+            for line in json_lines(lines):
+                print(line)
+        else:
+            console.print(render_ledger(lines))
+
+
+@app.command()
+def trace(
+    run_id: RunId, ordinal: Annotated[int, typer.Argument(min=0)], root: Root = None, as_json: AsJson = False
+) -> None:
+    """The life of one prompt: every lease, turn, reward, admission and step, token by token."""
+    with explained():
+        store = existing(run_id, root)
+        found = read_trace(store, ordinal, chat_of(store))
+        print(json.dumps(found)) if as_json else console.print(render_trace(found))
+
+
+@app.command()
+def report(
+    run_id: RunId,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The HTML file; default: beside the run")
+    ] = None,
+    root: Root = None,
+) -> None:
+    """One self-contained HTML page: curves, throughput, lag, waste, sample rollouts."""
+    with explained():
+        store = existing(run_id, root)
+        print(write_report(store, output or report_path(store, run_id)))
+
+
+@app.command()
+def export(
+    run_id: RunId,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Directory to write")],
+    step: Annotated[int | None, typer.Option("--step", help="A checkpoint's step; default: the newest")] = None,
+    root: Root = None,
+) -> None:
+    """A checkpoint as a Hugging Face directory, loadable by transformers and servable by vLLM."""
+    with explained():
+        store = existing(run_id, root)
+        recorded = recorded_run(store)
+        names = [name for name in committed(store) if step is None or name.step == step]
+        if not names:
+            steps = ", ".join(str(name.step) for name in committed(store)) or "none"
+            raise RunRefused(
+                f"run {run_id} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}"
+            )
+        arguments = ["--root", store.url, "--storage-options", json.dumps(recorded.config.storage.options)]
+        arguments += ["--attempt", str(names[-1].attempt), "--step", str(names[-1].step)]
+        arguments += ["--policy", str(policy_of(store, recorded.config)), "-o", str(output)]
+        log = log_directory(recorded.config, store) / "export.log"
+        python = str(recorded.config.training.python or sys.executable)
+        command = Command(
+            "export", [python, "-W", "ignore", "-m", "grpo_core.training.export", *arguments], os.environ, log
+        )
+        with Child(command) as child:
+            if child.wait(EXPORT_SECONDS) != 0:
+                raise child.failure()
+        print(output)
+
+
+@app.command()
+def doctor(
+    recipe_path: Annotated[Path, typer.Argument(help="The recipe to check this machine for")] = QUICKSTART,
+    overrides: Overrides = None,
+    no_engine: Annotated[
+        bool, typer.Option("--no-engine", help="Leave out the start of an engine, about a minute")
+    ] = False,
+) -> None:
+    """Check the installation: packages, store, ports, GPU and the start of an engine."""
+    with explained():
+        config = read_recipe(recipe_path, overrides)
+        findings = []
+        for finding in examine(config, start_engine=not no_engine):
+            findings.append(finding)
+            mark = {True: "ok", False: "FAIL", None: "–"}[finding.ok]
+            print(f"{mark:>4}  {finding.question}: {finding.answer}", flush=True)
+        if any(finding.ok is False for finding in findings):
+            raise typer.Exit(1)
+
+
+@app.command()
+def deploy(server: Annotated[str | None, typer.Option("--server", help="URL of a Prefect server")] = None) -> None:
+    """Register the deployments of deployments/prefect.yaml on a Prefect server."""
+    with explained():
+        # Imported late: it reads the settings that name the server.
+        from flows.deploy import deploy as register
+
+        for line in register(server):
+            print(line)
+
+
+def existing(run_id: str, root: str | None) -> ObjectStore:
+    """The store of a run that is there already, opened for reading."""
+    base = StorageConfig(root=root) if root else StorageConfig()
+    store = ObjectStore.open(layout.run_root(base.root, run_id), read_only=True)
+    if not store.exists(layout.run()):
+        raise RunRefused(f"there is no run {run_id} in {base.root}; give --root, or look at the name")
+    return store
+
+
+def policy_of(store: ObjectStore, config: RunConfig) -> Path:
+    """The directory of version 0, found in the cache or made again."""
+    with Signals() as signals:
+        control = LocalControl(signals, show=lambda progress: None, say=lambda message: print(message, file=sys.stderr))
+        with PolicyPreparation(config, log_directory(config, store), control) as policy:
+            return policy.skeleton()
+
+
+def chat_of(store: ObjectStore) -> Chat:
+    """The tokenizer of a run."""
+    config = recorded_run(store).config
+    return Chat(policy_of(store, config), config.generation.chat_template_kwargs)
+
+
+def report_path(store: ObjectStore, run_id: str) -> Path:
+    """Where the report of a run goes unless a file is named: beside the run, or into the working directory."""
+    return store.local_path("report.html") or Path(f"{run_id}-report.html")

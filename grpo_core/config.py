@@ -17,9 +17,9 @@ FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are an error, values are immutable."""
+    """Base of every section: unknown keys, NaN and infinity are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DirectoryModel(Section):

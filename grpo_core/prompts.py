@@ -79,6 +79,7 @@ def load_splits(config: DataConfig) -> Splits:
         case FileData() as source:
             held_out = _file_rows(source, source.held_out_path) if source.held_out_path else []
             splits = Splits(_file_rows(source, source.path), held_out)
+            _check_disjoint(splits, source)
     if config.system_prompt is None:
         return splits
     system = {"role": "system", "content": config.system_prompt}
@@ -123,19 +124,43 @@ def _entries(dataset: Any) -> Iterable[dict[str, Any]]:
     return (dataset[index] for index in range(len(dataset)))
 
 
-def _file_rows(source: FileData, path: Path) -> list[Row]:
-    import pyarrow.json
-    import pyarrow.parquet
+def _check_disjoint(splits: Splits, source: FileData) -> None:
+    trained = {json.dumps(row.messages, sort_keys=True) for row in splits.train}
+    for number, row in enumerate(splits.held_out):
+        if json.dumps(row.messages, sort_keys=True) in trained:
+            raise DataError(
+                f"data file {source.held_out_path}, row {number}: its prompt is also in {source.path}; remove it from one of them"
+            )
 
+
+def _file_rows(source: FileData, path: Path) -> list[Row]:
     try:
-        table = pyarrow.parquet.read_table(path) if path.suffix == ".parquet" else pyarrow.json.read_json(path)
+        records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
     except (OSError, ValueError) as error:
         raise DataError(f"data file {path} cannot be read: {error}; give JSON Lines or Parquet") from error
-    if source.prompt_column not in table.column_names:
+    columns = list(dict.fromkeys(column for record in records for column in record))
+    if records and source.prompt_column not in columns:
         raise DataError(
-            f"data file {path} has no column {source.prompt_column!r}; its columns are {', '.join(table.column_names)}"
+            f"data file {path} has no column {source.prompt_column!r}; its columns are {', '.join(columns)}"
         )
-    return [_file_row(record, source.prompt_column, path, number) for number, record in enumerate(table.to_pylist())]
+    # Reward functions get every column for every row.
+    whole = ({column: record.get(column) for column in columns} for record in records)
+    return [_file_row(record, source.prompt_column, path, number) for number, record in enumerate(whole)]
+
+
+def _parquet_records(path: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def _json_records(path: Path) -> list[dict[str, Any]]:
+    """Values exactly as written: no date is guessed from text, no key is added to a message."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise ValueError(f"row {number} is {record!r}, not an object")
+    return records
 
 
 def _file_row(record: dict[str, Any], prompt_column: str, path: Path, number: int) -> Row:

@@ -27,8 +27,9 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a YAML recipe, apply `dotted.key=value` overrides (values in YAML) and validate. Raise ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"recipe {path} cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"recipe {path} cannot be read ({reason}); give the path of a YAML file") from error
     try:
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -78,10 +79,21 @@ def parse(values: dict[str, Any], *, where: str) -> RunConfig:
 
 
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """The config with some dotted keys set to other plain values, as an attempt's claim records them."""
+    """The config with some dotted keys set to other plain values, as an attempt's claim records them.
+
+    None takes a key away: it is the default of every key that may be None, and stands for the keys that another kind
+    of pool does not have.
+    """
     values = config.model_dump(mode="json")
     for key, value in changes.items():
-        values = overridden(values, f"{key}={json.dumps(value)}")
+        *sections, name = key.split(".")
+        below = values
+        for section in sections:
+            below = below.setdefault(section, {})
+        if value is None:
+            below.pop(name, None)
+        else:
+            below[name] = value
     return RunConfig.model_validate(values)
 
 
@@ -102,7 +114,6 @@ def leaves(config: RunConfig) -> dict[str, Any]:
 
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
     """Dotted keys that differ, leaves only."""
-
     old, new = leaves(before), leaves(after)
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 

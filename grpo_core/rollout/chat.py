@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig
 
 
@@ -29,10 +30,13 @@ class Chat:
         self.vocabulary_size = len(self._tokenizer)
 
     def render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ending where the assistant is to speak."""
-        rendered: Any = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self._arguments
-        )
+        """Token ids of a conversation, ending where the assistant is to speak. Raise ChatError."""
+        try:
+            rendered: Any = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self._arguments
+            )
+        except TemplateError as error:
+            raise ChatError(f"the chat template refuses {list(messages)!r}: {error}; change the prompt") from error
         ids = list(rendered["input_ids"])
         if not ids:
             raise ChatError(

@@ -1,8 +1,9 @@
 """From one prompt to one whole, scored group, as rows of a shard.
 
-Invariants: token ids go in and out, text is never tokenized again; every request has a seed derived from (run seed,
-ordinal, turn), from which the engine derives one for each sibling, and a deadline; a rollout that fails is tried again within its budget, and when one fails for
-good the whole group becomes a tombstone: rows with status `failed` and the cause, never a zero reward.
+Invariants: token ids go in and out, text is never tokenized again; every request has a deadline and a seed derived
+from (run seed, ordinal, turn), from which the engine derives one for each sibling; a rollout that fails is tried again
+within its budget, and when one fails for good the whole group becomes a tombstone: one row with status `failed` and the
+cause, never a zero reward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from grpo_core.config import RunConfig
-from grpo_core.rollout.chat import Chat
+from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
 from grpo_core.rollout.pool import NoEngine, Pool
 from grpo_core.rollout.reconcile import reconcile
@@ -57,7 +58,7 @@ class Generator:
             )
             rollouts = [self._rollout(prompt, member, turn, seed) for member, turn in enumerate(turns)]
             scores = await asyncio.to_thread(self._score, prompt, rollouts)
-        except (RolloutFailed, RewardError) as error:
+        except (ChatError, RolloutFailed, RewardError) as error:
             return [{**self._facts(prompt, 0), **_tombstone(error)}]
         return [row for rollout in rollouts for row in self._rows(prompt, rollout, scores)]
 

@@ -1,4 +1,7 @@
-"""The child process in which reward functions run: one JSON line in, one JSON line out, until its input closes."""
+"""The child process in which reward functions run: one JSON line in, one JSON line out, until its input closes.
+
+Its input closes when the parent ends, however it ends; the worker then ends at once, in the middle of a call too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import inspect
 import json
 import math
 import os
+import queue
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +60,8 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     number = float(value)
+    if math.isinf(number):
+        raise ValueError(f"it returned {number}; return a finite number, or None where there is no score")
     return None if math.isnan(number) else number
 
 
@@ -74,11 +81,20 @@ def main(names: list[str]) -> None:
         answer({"error": str(error)})
         return
     answer({"ready": True})
-    for line in sys.stdin:
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(calls,), daemon=True).start()
+    while True:
         try:
-            answer({"rewards": asyncio.run(score(functions, json.loads(line)))})
+            answer({"rewards": asyncio.run(score(functions, json.loads(calls.get())))})
         except ValueError as error:
             answer({"error": str(error)})
+
+
+def _receive(calls: queue.SimpleQueue[str]) -> None:
+    """Hand over the calls; end the process with its input, whatever a reward function is doing."""
+    for line in sys.stdin:
+        calls.put(line)
+    os._exit(0)
 
 
 if __name__ == "__main__":

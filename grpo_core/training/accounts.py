@@ -69,7 +69,8 @@ def step_rows(
     version: int,
     logprobs: bool,
 ) -> StepAccount:
-    """The account of one step. `rows` are those of plan.places, group after group; `version` is the training version."""
+    """The account of one step. `rows` are those of plan.places, group after group, then fillers, which count nowhere;
+    `version` is the training version."""
     ledger, lags, first = [], [], 0
     for group in groups:
         members = range(first, first + len(group.rows))
@@ -99,9 +100,8 @@ def step_rows(
         )
     all_lags = np.concatenate(lags)
     values, counts = np.unique(all_lags, return_counts=True)
-    return StepAccount(
-        ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, _metrics(groups, rows, all_lags, result)
-    )
+    metrics = _metrics(groups, rows[:first], all_lags, result)
+    return StepAccount(ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, metrics)
 
 
 def _metrics(

@@ -25,18 +25,20 @@ def save(directory: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -
 
 def load(directory: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore, in place, what `save` wrote, whatever the number of ranks was."""
-    for parameter in policy.parameters():
-        if parameter not in optimizer.state:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
     dcp.load(_tensors(policy, optimizer), storage_reader=HuggingFaceStorageReader(str(directory)))
 
 
 def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Views of everything that is saved, by name; loading writes through them."""
+    """Views of everything that is saved, by name; loading writes through them.
+
+    A parameter that no step has touched yet has the moments that AdamW begins with.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
+        if not optimizer.state[parameter]:
+            moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
         for moment, value in optimizer.state[parameter].items():
             # A safetensors slice needs an axis, which the step count has not.
             tensors[f"optimizer.{name}.{moment}"] = value if value.ndim else value.view(1)

@@ -28,8 +28,8 @@ from grpo_core.schedule.window import Window
 from grpo_core.training.accounts import Decisions, step_rows
 from grpo_core.training.feed import BufferedGroup, Feed
 from grpo_core.training.optimizer import learning_rate
-from grpo_core.training.packing import pack
-from grpo_core.training.step import StepPlan, StepResult
+from grpo_core.training.packing import PackingError, Plan, pack
+from grpo_core.training.step import FILLER, StepPlan, StepResult
 from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.ledger import LedgerWriter, Totals, ledger_rows
@@ -39,6 +39,10 @@ from storage.pool import RefitRecord, read_pool_changes, write_refit
 POLL_SECONDS = 0.03
 # The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
 IDLE_SECONDS = 20.0
+
+
+class SequenceTooLong(RuntimeError):
+    """A group to be trained has a sequence that no micro-batch can hold; the message names its ordinal."""
 
 
 class TrainerStuck(RuntimeError):
@@ -159,6 +163,8 @@ class Conductor:
                 yield Idle()
                 idle = time.monotonic()
             time.sleep(POLL_SECONDS)
+        if pending:
+            self._flush(step, pending)
         return []
 
     def _check_progress(self, step: int, since: float) -> None:
@@ -190,12 +196,22 @@ class Conductor:
         rows = self._feed.cache.rows(places)
         oldest = self._window.oldest_version(step)
         trained = [int(row.fresh(oldest).sum()) for row in rows]
-        packed = pack([len(row.ids) for row in rows], rows=self._ranks, token_budget=config.packing.token_budget)
+        packed, fillers = pack_filled(
+            [len(row.ids) for row in rows], rows=self._ranks, token_budget=config.packing.token_budget
+        )
+        if packed.oversize:
+            index = packed.oversize[0]
+            ordinal = next(group.ordinal for group in groups if places[index] in group.places())
+            raise SequenceTooLong(
+                f"step {step}: a sequence of ordinal {ordinal} has {len(rows[index].ids)} tokens, more than "
+                f"packing.token_budget={config.packing.token_budget}; raise it"
+            )
         sequences = sum(tokens > 0 for tokens in trained)
         return StepPlan(
             step=step,
-            places=places,
-            advantages=[float(advantages[g, rollout]) for g, group in enumerate(groups) for rollout in group.rollouts],
+            places=places + [FILLER] * fillers,
+            advantages=[float(advantages[g, rollout]) for g, group in enumerate(groups) for rollout in group.rollouts]
+            + [0.0] * fillers,
             micro_batches=packed.micro_batches,
             oldest_version=oldest,
             denominators=Denominators(
@@ -290,3 +306,13 @@ class Conductor:
             },
         )
         self._saved = self._done
+
+
+def pack_filled(lengths: Sequence[int], *, rows: int, token_budget: int) -> tuple[Plan, int]:
+    """A plan in which every rank has a row, and how many one-token fillers behind the sequences that takes."""
+    try:
+        return pack(lengths, rows=rows, token_budget=token_budget), 0
+    except PackingError as error:
+        if not error.missing:
+            raise
+        return pack([*lengths, *[1] * error.missing], rows=rows, token_budget=token_budget), error.missing

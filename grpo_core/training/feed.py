@@ -16,7 +16,7 @@ from grpo_core.rollout.group import OK
 from grpo_core.schedule.frontier import Frontier
 from grpo_core.schedule.window import Candidate
 from grpo_core.training.batch import Row
-from grpo_core.training.step import Place
+from grpo_core.training.step import FILLER, Place
 from grpo_core.trajectory import VersionSpan
 from storage import layout
 from storage.layout import PartName
@@ -28,6 +28,9 @@ from storage.trajectories import PartFooter, TrajectoryStore
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
 )  # fmt: skip
+
+
+FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class PartCache:
 
     def __init__(self, trajectories: TrajectoryStore) -> None:
         self._trajectories = trajectories
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[Row]] = {FILLER.part: [FILLER_ROW]}
 
     def add(self, key: str, table: pa.Table) -> list[Row]:
         self._rows[key] = table_rows(table)
@@ -74,7 +77,7 @@ class PartCache:
         return [self._rows[place.part][place.row] for place in places]
 
     def keep(self, keys: Iterable[str]) -> None:
-        wanted = set(keys)
+        wanted = {FILLER.part, *keys}
         self._rows = {key: rows for key, rows in self._rows.items() if key in wanted}
 
 

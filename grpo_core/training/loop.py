@@ -29,9 +29,10 @@ from grpo_core.training.feed import PartCache
 from grpo_core.training.model import Policy
 from grpo_core.training.step import StepResult, run_step
 from storage import layout
-from storage.checkpoints import Manifest, commit_manifest
+from storage.attempts import Fence, living_chain
+from storage.checkpoints import Manifest, commit_manifest, committed, delete, read_manifest, to_delete
 from storage.digests import FileDigest
-from storage.layout import PartName
+from storage.layout import CheckpointName, PartName
 from storage.objects import ObjectStore
 
 CANARY_SEED = 20
@@ -171,7 +172,23 @@ def _save(rank: Rank, command: Save) -> None:
         metrics=command.facts["metrics"],
         extra={"random_states": randoms},
     )
-    commit_manifest(rank.store, manifest)
+    commit_manifest(rank.store, manifest, fence=Fence(rank.store, rank.attempt).check)
+    _retain(rank)
+
+
+def _retain(rank: Rank) -> None:
+    """Delete the checkpoints that retention no longer needs; never one that the living history grew from."""
+    settings = rank.config.checkpointing
+    parents = [CheckpointName(link.attempt, link.last_step) for link in living_chain(rank.store) if link.last_step]
+    surplus = to_delete(
+        [read_manifest(rank.store, name.attempt, name.step) for name in committed(rank.store)],
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_top_k,
+        metric=settings.metric_name,
+        protected=parents,
+    )
+    for name in surplus:
+        delete(rank.store, name.attempt, name.step)
 
 
 @contextmanager

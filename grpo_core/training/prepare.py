@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_core.config import DirectoryModel, RunConfig, SmolLM2Model, TinyModel, WarmStart
-from grpo_core.prompts import Row, load_splits
+from grpo_core.prompts import DataError, Row, load_splits
 from grpo_core.training import origin, warm_start
 
 # Raised whenever the same settings would warm-start to other weights.
@@ -65,7 +65,10 @@ def warm_start_digest(source: origin.OriginSettings, settings: WarmStart, train:
 
 
 def _warm_start(skeleton: Path, output: Path, settings: WarmStart, train: list[Row], seed: int) -> None:
-    entries = [{"question": row.messages[-1]["content"], "answer": row.columns["answer"]} for row in train]
+    without = next((number for number, row in enumerate(train) if row.columns.get("answer") is None), None)
+    if without is not None:
+        raise DataError(f"row {without} of the train split has no column answer, which model.warm_start learns; add it")
+    entries = [{"question": row.messages[-1]["content"], "answer": str(row.columns["answer"])} for row in train]
     warm_start.run(
         skeleton,
         output,

@@ -32,6 +32,10 @@ class Place:
     row: int
 
 
+# One token that nothing was generated for: it keeps a rank busy that would otherwise have no row, and trains nothing.
+FILLER = Place("filler", 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What every rank does in one step; plain data, so that rank 0 can send it to the others.

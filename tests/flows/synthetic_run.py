@@ -16,6 +16,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import psutil
+
 from grpo_core.config import RunConfig
 from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.schedule.window import Window
@@ -57,10 +59,12 @@ class SyntheticRun:
             {"format": 1, "config": self.config.model_dump(mode="json"), "digests": {}, "prompts": 1000},
         )
 
-    def claim(self, parent: tuple[int, int] | None = None, *, host: str = "elsewhere", pid: int = 1) -> None:
+    def claim(
+        self, parent: tuple[int, int] | None = None, *, host: str = "elsewhere", pid: int = 1, since: float = BEGAN
+    ) -> None:
         """A new attempt, from the checkpoint `parent` or from nothing."""
         before: Manifest | None = None if parent is None else read_manifest(self.store, *parent)
-        claim = claim_next(self.store, parent=parent, host=host, pid=pid, pid_started_at=BEGAN, claimed_at=BEGAN)
+        claim = claim_next(self.store, parent=parent, host=host, pid=pid, pid_started_at=since, claimed_at=BEGAN)
         self.attempt = claim.attempt
         self.trajectories = TrajectoryStore(self.store, self.attempt)
         self.ledger = LedgerWriter(self.store, self.attempt)
@@ -76,7 +80,7 @@ class SyntheticRun:
 
     def claim_here(self, parent: tuple[int, int] | None = None) -> None:
         """A new attempt that this process owns."""
-        self.claim(parent, host=socket.gethostname(), pid=os.getpid())
+        self.claim(parent, host=socket.gethostname(), pid=os.getpid(), since=psutil.Process().create_time())
 
     def lease(self, ordinals: Sequence[int]) -> int:
         number = self.lease_number

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flows.run import RunRefused
 from flows.standing import recorded_run, standing
 from flows.status import render_status, status
 from grpo_core.schedule.frontier import OrdinalState
+from storage import layout
 from storage.objects import ObjectStore
 from tests.flows.synthetic_run import SyntheticRun, small_run
 
@@ -82,15 +84,16 @@ def test_an_attempt_that_nothing_was_heard_of_is_stopped(store):
 
 
 def test_a_fresh_sign_of_life_on_another_host_makes_it_running(store):
-    import time
-
-    from storage import layout
-
     run = small_run(store)
     store.put(layout.progress(run.attempt, "flow"), json.dumps({"at": time.time()}).encode())
     values = status(store)
     assert values["state"] == "running"
     assert values["eta_seconds"] == pytest.approx(3 * 2.0)
+
+
+def test_the_process_that_claimed_the_attempt_knows_that_it_runs(store):
+    SyntheticRun(store).claim_here()
+    assert status(store)["state"] == "running"
 
 
 def test_the_last_checkpoint_and_evaluation_make_it_finished(store):
@@ -110,7 +113,7 @@ def test_a_store_without_a_run_is_refused(store):
         status(store)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_frontier_is_rebuilt_exactly_whatever_happened(tmp_path, seed):
     """A random life of several attempts: after each event, the rebuilt frontier is the one that followed along."""
     store = ObjectStore.open(str(tmp_path / "run"))
@@ -183,7 +186,7 @@ def test_the_cost_does_not_grow_with_the_history(tmp_path, monkeypatch):
             assert status(store)["trained"] == 2 * steps
         return count
 
-    assert requests(120) <= requests(40)
+    assert requests(60) <= requests(30)
 
 
 def test_reasons_cannot_speak_to_the_terminal(store):

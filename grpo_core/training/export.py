@@ -1,0 +1,58 @@
+"""A checkpoint as a Hugging Face directory: `python -m grpo_core.training.export … -o DIRECTORY`.
+
+The result loads with transformers and is served by vLLM; it holds the float32 master weights and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from storage import layout
+from storage.checkpoints import verify
+from storage.objects import ObjectStore
+
+# Where the trainer's module tree holds the language model, see `training.model.Policy` and `training.checkpoint`.
+PREFIX = "model.language_model."
+
+
+def export(store: ObjectStore, attempt: int, step: int, policy: Path, output: Path) -> None:
+    """Write the weights of a verified checkpoint, in the shape and with the tokenizer of `policy`, into `output`."""
+    verify(store, attempt, step)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
+    tensors = {f"{PREFIX}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    prefix = layout.checkpoint(attempt, step)
+    with tempfile.TemporaryDirectory(prefix="forebay-export-") as scratch:
+        directory = store.local_path(prefix)
+        if directory is None:
+            directory = Path(scratch)
+            store.download(prefix, directory)
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    model.save_pretrained(output)
+    AutoTokenizer.from_pretrained(policy, local_files_only=True).save_pretrained(output)
+
+
+def main() -> None:
+    """Read the command line and export."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_core.training.export", description=__doc__)
+    parser.add_argument("--root", required=True, help="root of the run in the store")
+    parser.add_argument("--storage-options", default="{}", help="JSON")
+    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--step", required=True, type=int)
+    parser.add_argument("--policy", required=True, type=Path, help="directory of version 0")
+    parser.add_argument("-o", "--output", required=True, type=Path)
+    arguments = parser.parse_args()
+    store = ObjectStore.open(arguments.root, json.loads(arguments.storage_options), read_only=True)
+    export(store, arguments.attempt, arguments.step, arguments.policy, arguments.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Drives one run of the real command from outside, as a person with a terminal and a `kill` would.
+
+    driver = RunDriver(directory, cache)
+    driver.start()
+    driver.wait_for(steps_done(3))
+    driver.kill("trainer rank")
+    assert driver.finish() == 0
+
+The flow, the trainer and the store are the real ones. The engine is `tests/model_engine.py`, started by the flow
+through `pool.python`, a script that takes the place of the interpreter. Every process that descends from a run carries
+the run's directory in its environment, so none of them can hide.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from storage import layout
+from storage.checkpoints import Manifest, committed, verify
+from storage.ledger import LedgerFooter, newest_footer
+from storage.objects import ObjectStore
+from tests import model_engine
+
+REPOSITORY = Path(__file__).parents[2]
+MARK = "FOREBAY_SCENARIO"
+RUN_ID = "scenario"
+WAIT_SECONDS = 90.0
+POLL_SECONDS = 0.02
+
+Part = Literal["flow", "torchrun", "trainer rank", "engine"]
+Predicate = Callable[[ObjectStore], bool]
+
+RECIPE: dict[str, Any] = {
+    "run_id": RUN_ID,
+    "model": {
+        "source": {
+            "kind": "tiny",
+            "hidden_size": 64,
+            "layers": 2,
+            "heads": 2,
+            "kv_heads": 1,
+            "intermediate_size": 96,
+            "vocabulary_size": 280,
+        },
+        "dtype": "float32",
+        "context_length": 64,
+    },
+    "data": {"source": {"kind": "files"}},
+    "rewards": {"functions": [{"function": "scenario_rewards:even_share"}]},
+    "generation": {"max_completion_length": 12, "flush_seconds": 0.1, "request_timeout_seconds": 30},
+    "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 6},
+    "optimizer": {"learning_rate": 1e-3},
+    "packing": {"token_budget": 128},
+    "training": {"step_timeout_seconds": 60},
+    "refit": {"control_timeout_seconds": 20, "transfer_timeout_seconds": 30},
+    "checkpointing": {"save_period": 2},
+    "evaluation": {"at_start": False, "at_end": False},
+    "pool": {"start_timeout_seconds": 60},
+    "logging": {"progress_seconds": 0.5},
+}
+
+
+@dataclass
+class RunDriver:
+    """One run below `directory`. `settings` are merged over RECIPE; `cache` keeps the policy between runs."""
+
+    directory: Path
+    cache: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.faults = self.directory / "faults.json"
+        self._errors = self.directory / "stderr.txt"
+        self._output = self.directory / "stdout.txt"
+        prompts = self.directory / "prompts.jsonl"
+        prompts.write_text("".join(f'{{"prompt": "{a} + {b} ="}}\n' for a in range(5) for b in range(3)))
+        own = {
+            "storage": {"root": str(self.directory / "store")},
+            "model": {"cache_directory": str(self.cache)},
+            "data": {"source": {"path": str(prompts), "held_out_path": str(prompts)}},
+            "pool": {"python": str(interpreter_that_starts_the_model_engine(self.directory))},
+        }
+        self.recipe = merged(merged(RECIPE, own), self.settings)
+
+    @property
+    def store(self) -> ObjectStore:
+        return ObjectStore.open(layout.run_root(self.recipe["storage"]["root"], self.recipe["run_id"]))
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """Start `forebay train` and return at once."""
+        path = self.directory / "recipe.yaml"
+        path.write_text(yaml.safe_dump(self.recipe), encoding="utf-8")
+        environment = {
+            **os.environ,
+            MARK: str(self.directory),
+            model_engine.FAULTS: str(self.faults),
+            "PYTHONPATH": str(REPOSITORY / "tests" / "scenarios"),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "flows.cli", "train", str(path), "--no-prefect", *options]
+        with self._output.open("w") as output, self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, cwd=self.directory, env=environment, stdout=output, stderr=errors, text=True
+            )
+        return self.process
+
+    def finish(self, seconds: float = WAIT_SECONDS) -> int:
+        """Wait for the command to end; its exit status."""
+        assert self.process is not None
+        return self.process.wait(seconds)
+
+    def run(self, *options: str) -> int:
+        self.start(*options)
+        return self.finish()
+
+    @property
+    def errors(self) -> str:
+        """What the newest command wrote to standard error."""
+        return self._errors.read_text()
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait_for(self, predicate: Predicate, seconds: float = WAIT_SECONDS) -> None:
+        """Wait until the store is as wanted, while the command runs."""
+        assert self.process is not None
+        deadline = time.monotonic() + seconds
+        while not predicate(self.store):
+            assert self.process.poll() is None, f"the command ended with {self.process.poll()}: {self.errors}"
+            assert time.monotonic() < deadline, f"not within {seconds:g} s; {self.errors}\n{self.log('trainer')}"
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_stall(self) -> None:
+        """Wait until the engine stands still in the weight update that the fault names."""
+        self.wait_for(lambda store: "stall_in_update" not in self.faults.read_text())
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that descends from this run's commands."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.directory) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def find(self, part: Part) -> list[psutil.Process]:
+        """The living processes that are this part of the run."""
+        return [process for process in self.processes() if _is(process, part)]
+
+    def kill(self, part: Part) -> None:
+        """SIGKILL for every process that is this part of the run."""
+        victims = self.find(part)
+        assert victims, f"there is no {part} to kill"
+        for process in victims:
+            process.send_signal(signal.SIGKILL)
+        if part == "flow":
+            self.finish()
+
+    def orphans(self, seconds: float = 5.0) -> list[list[str]]:
+        """Command lines of the processes that are still there after so long."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return [_command_line(process) for process in left]
+
+    def log(self, name: str) -> str:
+        path = Path(self.recipe["storage"]["root"]) / self.recipe["run_id"] / "logs" / f"{name}.log"
+        return path.read_text(errors="replace")[-4000:] if path.exists() else ""
+
+    def clean_up(self) -> None:
+        """Leave no process behind, whatever the test did."""
+        for process in self.processes():
+            process.kill()
+        if self.process is not None:
+            self.process.wait(10)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        result[key] = merged(result.get(key, {}), value) if isinstance(value, Mapping) else value
+    return result
+
+
+def interpreter_that_starts_the_model_engine(directory: Path) -> Path:
+    """A script for `pool.python`: called as `python -m vllm.entrypoints.openai.api_server …`, it starts our engine."""
+    engine = f'exec "{sys.executable}" "{model_engine.__file__}" "$@"'
+    return script(directory / "engine-python", f'export PYTHONPATH="{REPOSITORY}"\nshift 2\n{engine}\n')
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+def _is(process: psutil.Process, part: Part) -> bool:
+    words = _command_line(process)
+    match part:
+        case "flow":
+            return "flows.cli" in words
+        case "torchrun":
+            return "torch.distributed.run" in words
+        case "trainer rank":
+            return "grpo_core.training" in words and "torch.distributed.run" not in words
+        case "engine":
+            return model_engine.__file__ in words
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def steps_done(step: int) -> Predicate:
+    """The ledger of the living history has reached this step."""
+    return lambda store: (footer := newest_step(store)) is not None and footer.name.step >= step
+
+
+def newest_step(store: ObjectStore) -> LedgerFooter | None:
+    return newest_footer(store, steps_only=True)
+
+
+def checkpoint_committed(step: int) -> Predicate:
+    return lambda store: any(name.step >= step for name in committed(store))
+
+
+def newest_manifest(store: ObjectStore) -> Manifest:
+    """The newest checkpoint, every byte of it verified."""
+    newest = committed(store)[-1]
+    return verify(store, newest.attempt, newest.step)
