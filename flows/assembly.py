@@ -16,6 +16,7 @@ from flows.policy import PolicyPreparation
 from flows.run import check_owner, is_finished, open_run, open_store
 from grpo_core.config import RunConfig
 from grpo_core.prompts import load_splits
+from grpo_core.refit.canary import canary_tokens
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import RewardWorkers
@@ -48,7 +49,8 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
     with ExitStack() as stack:
         policy = stack.enter_context(PolicyPreparation(config, logs, control))
         chat = Chat(policy.skeleton(), config.generation.chat_template_kwargs)
-        run = open_run(config, store, splits, tokenizer_digest=chat.digest())
+        canary = canary_tokens((chat.render(row.messages) for row in splits.train), config.model.context_length)
+        run = open_run(config, store, splits, tokenizer_digest=chat.digest(), canary=canary)
         if is_finished(run.config, run.store, run.steps):
             return summarise(run.config, store, run.steps)
         check_owner(store, take_over=take_over)

@@ -17,19 +17,19 @@ from flows.assembly import Summary, log_directory, run_to_end, summarise
 from flows.control import LocalControl, Signals, Stopped
 from flows.doctor import examine
 from flows.engines import PoolFailed
-from flows.history import json_lines, ledger_lines, render_ledger
 from flows.live import LiveView
 from flows.pipeline import RunFailed
 from flows.policy import PolicyFailed, PolicyPreparation
-from flows.report import report as write_report
 from flows.run import RunRefused, finished_run, open_store
 from flows.server import LocalServer, ServerFailed
-from flows.standing import recorded_run
-from flows.status import render_status
-from flows.status import status as read_status
 from flows.supervise import Child, ChildFailed, Command
-from flows.trace import trace as read_trace
-from flows.trace_view import render_trace
+from flows.views.history import json_lines, ledger_lines, render_ledger
+from flows.views.report import report as write_report
+from flows.views.standing import recorded_run
+from flows.views.status import render_status
+from flows.views.status import status as read_status
+from flows.views.trace import trace as read_trace
+from flows.views.trace_view import render_trace
 from grpo_core import recipe
 from grpo_core.config import RunConfig, StorageConfig
 from grpo_core.prompts import DataError

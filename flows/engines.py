@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Slot:
     ready: bool = False
     restarts: int = 0
     probed_at: float = 0.0
+    broken: str | None = None
 
 
 class Engines:
@@ -126,14 +128,16 @@ class Engines:
                 self._probe(slot)
         return left
 
-    def replace(self, names: set[str]) -> None:
-        """Kill engines that a refit left half-written; the next round notices and starts new ones. Raise PoolFailed."""
+    def replace(self, broken: Mapping[str, str]) -> None:
+        """Kill engines that a refit broke (name → how); the next round starts new ones. Raise PoolFailed."""
         for slot in self._slots:
-            if slot.name not in names:
+            if slot.name not in broken or slot.broken is not None:
                 continue
+            slot.broken = broken[slot.name]
             if slot.child is None:
                 raise PoolFailed(
-                    f"external engine {slot.url} failed a refit and holds unknown weights; restart it and run the same command again"
+                    f"external engine {slot.url} failed a refit ({slot.broken}) and holds unknown weights; "
+                    "restart it and run the same command again"
                 )
             slot.child.stop()
 
@@ -142,13 +146,14 @@ class Engines:
             return
         pool = self._config.pool
         assert isinstance(pool, LocalPool)
-        failure = slot.child.failure()
+        failure = f"{slot.name} broke in a refit: {slot.broken}" if slot.broken else str(slot.child.failure())
         slot.child.stop()
         if not slot.ready:
             raise PoolFailed(f"the engine died while it was starting: {failure}")
         if slot.restarts >= pool.max_restarts:
             raise PoolFailed(
-                f"the engine died for the {slot.restarts + 1}th time, more than pool.max_restarts={pool.max_restarts}: {failure}"
+                f"engine {slot.number} was lost {slot.restarts + 1} times, more than "
+                f"pool.max_restarts={pool.max_restarts} allows: {failure}"
             )
         self._control.warn(f"{failure}\nIt is started again.")
         left.append(slot.name)
@@ -161,6 +166,7 @@ class Engines:
             url=f"http://{pool.host}:{port}",
             restarts=restarts,
             child=None,
+            broken=None,
         )
         self._slots[slot.number] = renewed
         self._launch(renewed, pool, port)

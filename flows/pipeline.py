@@ -195,8 +195,7 @@ class Pipeline:
             report = json.loads(self._run.store.get(layout.progress(attempt.claim.attempt, "trainer")))
         except ObjectMissing:
             return
-        broken = set(report.get("broken_engines", {}))
-        self._engines.replace(broken)
+        self._engines.replace(report.get("broken_engines", {}))
 
     def _dispatch(self, attempt: Attempt) -> None:
         while (record := attempt.leasing.next_lease(self._config.lease_prompts)) is not None:
@@ -259,7 +258,7 @@ class Pipeline:
             self._config.evaluation.at_start
             and leasing.steps_done == 0
             and not attempt.leases
-            and not has_evaluation(self._run.store, 0)
+            and not self._evaluated(0)
         ):
             self._evaluate(attempt, 0)
 
@@ -267,8 +266,11 @@ class Pipeline:
         version = self._run.steps // self._config.refit.every_steps
         if attempt.leasing.steps_done < self._run.steps:
             raise Stopped("cancel", attempt.leasing.steps_done)
-        if self._config.evaluation.at_end and not has_evaluation(self._run.store, version):
+        if self._config.evaluation.at_end and not self._evaluated(version):
             self._evaluate(attempt, version)
+
+    def _evaluated(self, version: int) -> bool:
+        return has_evaluation(self._run.store, version, self._config.refit.every_steps)
 
     def _evaluate(self, attempt: Attempt, version: int) -> Evaluation | None:
         if not self._run.splits.held_out:

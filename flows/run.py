@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from grpo_core.config import RunConfig
 from grpo_core.prompts import Splits
 from grpo_core.schedule.window import Window, last_step
 from storage import layout
-from storage.attempts import AttemptClaim, claim_next, newest
+from storage.attempts import AttemptClaim, claim_next, living_chain, newest
 from storage.checkpoints import CheckpointName, DamagedCheckpoint, Manifest, committed, newest_valid
 from storage.errors import ObjectMissing
 from storage.objects import ObjectStore
@@ -56,7 +56,9 @@ def open_store(config: RunConfig) -> ObjectStore:
     )
 
 
-def open_run(config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer_digest: str) -> Run:
+def open_run(
+    config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer_digest: str, canary: Sequence[int]
+) -> Run:
     """Record a new run, or check that this call may continue the recorded one. Raise RunRefused."""
     steps = last_step(config.grpo, prompts=len(splits.train))
     if steps < 1:
@@ -71,6 +73,7 @@ def open_run(config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer
             "config": config.model_dump(mode="json"),
             "digests": digests,
             "prompts": len(splits.train),
+            "canary": list(canary),
         }
         write_record(store, layout.run(), fields)
         return Run(config, store, splits, {}, steps)
@@ -122,13 +125,17 @@ def is_finished(config: RunConfig, store: ObjectStore, steps: int) -> bool:
     names = committed(store)
     if not names or names[-1].step < steps:
         return False
-    return not config.evaluation.at_end or has_evaluation(store, steps // config.refit.every_steps)
+    return not config.evaluation.at_end or has_evaluation(
+        store, steps // config.refit.every_steps, config.refit.every_steps
+    )
 
 
-def has_evaluation(store: ObjectStore, version: int) -> bool:
-    """Whether any attempt evaluated this version."""
+def has_evaluation(store: ObjectStore, version: int, every_steps: int) -> bool:
+    """Whether this version was evaluated in the living history; version 0 is the same in every attempt."""
+    chain = living_chain(store)
     names = (layout.parse_evaluation(key) for key in store.list(layout.evaluations_prefix(), recursive=True))
-    return any(name is not None and name.version == version for name in names)
+    attempts = {name.attempt for name in names if name is not None and name.version == version}
+    return any(version == 0 or link.contains(attempt, version * every_steps) for attempt in attempts for link in chain)
 
 
 def check_owner(store: ObjectStore, *, take_over: bool) -> None:

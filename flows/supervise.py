@@ -2,9 +2,10 @@
 
 Contract: a child gets a session of its own, so one signal reaches all it started; it is told to end by SIGTERM, then
 SIGKILL after its grace; when this process dies, however it dies, a guardian that holds the other end of a pipe kills
-the whole session. Start children from any thread. `Child.tail` is what to show when it ends badly.
+it and all that descends from it. Start children from any thread. `Child.tail` is what to show when it ends badly.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,19 +15,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 TAIL_BYTES = 4096
 # Runs beside each child. It reads a pipe that only the flow holds open: end of file means the flow is gone, and then
-# everything that descends from the child's session goes too, however deep. PR_SET_PDEATHSIG would not reach that far.
+# everything that descends from the child goes too, however deep and whatever its session (torchrun gives each rank one
+# of its own). PR_SET_PDEATHSIG would not reach that far. It imports nothing before it is needed, so it costs nothing.
 GUARDIAN = """
 import os, signal, sys
-session = int(sys.argv[1])
+child = int(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while os.read(0, 1):
     pass
+sys.path.append(sys.argv[2])
+import psutil
 try:
-    os.killpg(session, signal.SIGKILL)
+    descendants = psutil.Process(child).children(recursive=True)
+except psutil.NoSuchProcess:
+    descendants = []
+try:
+    os.killpg(child, signal.SIGKILL)
 except ProcessLookupError:
-    sys.exit(0)
+    pass
+for process in descendants:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
 """
 
 
@@ -62,7 +77,7 @@ class Child:
                 start_new_session=True,
             )
         self._guardian = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", GUARDIAN, str(self._process.pid)],
+            [sys.executable, "-S", "-E", "-c", GUARDIAN, str(self._process.pid), str(Path(psutil.__file__).parents[1])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -105,8 +120,9 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End the whole session: SIGTERM, its grace, SIGKILL. Returns when nothing of it is left."""
+        """End it and all that descends from it: SIGTERM, its grace, SIGKILL."""
         deadline = time.monotonic() + self.command.grace_seconds
+        descendants = self._descendants()
         self._signal(signal.SIGTERM)
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -115,9 +131,19 @@ class Child:
         self._process.wait()
         # What it had started may linger when it did not take its own children along.
         self._signal(signal.SIGKILL)
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         assert self._guardian.stdin is not None
         self._guardian.stdin.close()
         self._guardian.wait()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Those with a session of their own too, which a signal to our group does not reach."""
+        try:
+            return psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
     def _signal(self, number: signal.Signals) -> None:
         try:

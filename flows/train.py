@@ -5,46 +5,54 @@ a progress artifact, a table of metrics and one line of log now and then make th
 """
 
 import contextvars
+import signal
 import threading
 import time
 from collections.abc import Callable
 from logging import Logger, LoggerAdapter
 from typing import Any
+from uuid import UUID
 
-import anyio
 import httpx
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException
 from prefect.futures import PrefectConcurrentFuture
-from prefect.states import Cancelled
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelled, Completed, Failed
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
+from flows.artifacts import Artifacts
 from flows.assembly import Summary, run_to_end
-from flows.control import LeaseFuture, Signals, Stopped, Wish
+from flows.control import MAX_LEASES, LeaseFuture, Signals, Stopped, Wish
 from flows.evaluate import Evaluation
-from flows.generate import LeaseJob, LeaseResult
+from flows.generate import LeaseJob, LeaseResult, LeaseStopped
 from flows.live import LiveView
 from flows.progress import Progress
 from grpo_core.config import RunConfig
 
 # Threads are made when they are needed; a lease or a watched process holds one each.
-MAX_TASKS = 256
-RUNNER: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=MAX_TASKS)
+RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=2 * MAX_LEASES)
 POLL_SECONDS = 2.0
-TABLE_ROWS = 50
-# What may go wrong between us and a server that is away; everything else is a fault of ours and shows.
-SERVER_AWAY = (httpx.HTTPError, PrefectException, OSError, TimeoutError, anyio.EndOfStream)
+REQUEST_SECONDS = 5.0
+# A server may hesitate this long before anybody hears of it.
+SILENCE_SECONDS = 10.0
+# What may go wrong between us and a server that is away or of another age; everything else is a fault of ours.
+SERVER_AWAY = (httpx.HTTPError, PrefectException, OSError, ValueError)
+# How a process ends that has done its work, or was told to stop.
+GOOD_ENDS = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @task(name="generate_shard", task_run_name="lease-{lease:06d}", cache_policy=NO_CACHE, persist_result=False)
-def generate_shard(job: LeaseJob, lease: int) -> LeaseResult:
+def generate_shard(job: LeaseJob, lease: int) -> LeaseResult | State[Any]:
     """One lease: its prompts become scored groups in immutable parts."""
-    return job.run()
+    try:
+        return job.run()
+    except LeaseStopped as stopped:
+        return Cancelled(message=str(stopped))
 
 
 @task(name="evaluate", task_run_name="evaluate", cache_policy=NO_CACHE, persist_result=False)
@@ -54,14 +62,16 @@ def evaluate_version(work: Callable[[], Evaluation]) -> Evaluation:
 
 
 @task(name="process", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-def watch_process(poll: Callable[[], int | None], name: str) -> int:
+def watch_process(poll: Callable[[], int | None], name: str) -> State[Any]:
     """A bar in the timeline for as long as a child process lives; the supervisor itself decides about it."""
     while (status := poll()) is None:
         time.sleep(0.5)
-    return status
+    if status in GOOD_ENDS:
+        return Completed(message=f"{name} ended")
+    return Failed(message=f"{name} exited with status {status}" if status > 0 else f"{name} was killed by {-status}")
 
 
-@flow(name="train", flow_run_name="{config.run_id}", task_runner=ThreadPoolTaskRunner(max_workers=MAX_TASKS))
+@flow(name="train", flow_run_name="{config.run_id}", task_runner=RUNNER)
 def train(config: RunConfig, take_over: bool = False) -> Summary | State[Any]:
     """Run, or continue, the run `config.run_id` to its configured end.
 
@@ -88,27 +98,32 @@ class PrefectControl:
     def __init__(
         self, config: RunConfig, signals: Signals, view: LiveView, logger: Logger | LoggerAdapter[Logger]
     ) -> None:
-        self._config = config
         self._signals = signals
         self._view = view
         self._logger = logger
-        self._flow_run_id = runtime.flow_run.id
+        self._flow_run_id = UUID(runtime.flow_run.id)
+        self._artifacts = Artifacts(config.run_id, self._flow_run_id)
+        self._artifact_seconds = config.logging.artifact_seconds
+        self._due = time.monotonic()
         self._newest: Progress | None = None
         self._closed = threading.Event()
         self.state: State[Any] | None = None
-        # Artifacts belong to the flow run of the context they are created in.
+        # The settings in force, and so the server, are those of the context.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._talk,), name="prefect-control", daemon=True)
 
     def wish(self) -> Wish:
-        if self._signals.number or (
-            self.state is not None and (self.state.is_cancelling() or self.state.is_cancelled())
-        ):
+        state = self.state
+        if self._signals.number or (state is not None and (state.is_cancelling() or state.is_cancelled())):
             return "cancel"
-        return "suspend" if self.state is not None and self.state.is_paused() else "run"
+        # A run that is scheduled while we run was suspended and resumed between two of our questions: a new process
+        # is about to continue it.
+        return "suspend" if state is not None and (state.is_paused() or state.is_scheduled()) else "run"
 
     def dispatch(self, job: LeaseJob) -> LeaseFuture:
-        return TaskFuture(generate_shard.submit(job=quoted(job), lease=job.record.lease))
+        future = generate_shard.submit(job=quoted(job), lease=job.record.lease)
+        assert isinstance(future, PrefectConcurrentFuture)  # what a ThreadPoolTaskRunner returns
+        return TaskFuture(future)
 
     def evaluate(self, work: Callable[[], Evaluation]) -> Evaluation:
         return evaluate_version(work=quoted(work))
@@ -127,38 +142,33 @@ class PrefectControl:
         self._logger.warning(message)
 
     def _talk(self) -> None:
-        """Ask for our state and refresh the artifacts; while the server is away, keep the last answer and try again."""
-        artifact, drawn = None, 0.0
-        while not self._closed.wait(POLL_SECONDS):
-            try:
-                with get_client(sync_client=True, httpx_settings={"timeout": 10.0}) as client:
+        """Ask for our state and refresh the artifacts; while the server is away, keep the last answer and ask again."""
+        # This loop is the retry. The client's own pauses grow, and after an outage would keep a cancellation waiting.
+        patience = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: REQUEST_SECONDS}
+        # Settings of our own make it a client of our own: the flow's belongs to the main thread.
+        with temporary_settings(patience), get_client(sync_client=True, httpx_settings={}) as client:
+            heard, away = time.monotonic(), False
+            while not self._closed.wait(POLL_SECONDS):
+                try:
                     self.state = client.read_flow_run(self._flow_run_id).state
-                if self._newest is not None and time.monotonic() - drawn >= self._config.logging.artifact_seconds:
-                    artifact = self._draw(self._newest, artifact)
-                    drawn = time.monotonic()
-            except SERVER_AWAY as error:
-                self._logger.warning(f"the Prefect server does not answer ({type(error).__name__}); training goes on")
-        if self._newest is not None:
+                    self._draw(client)
+                except SERVER_AWAY as error:
+                    if not away and time.monotonic() - heard > SILENCE_SECONDS:
+                        away = True
+                        self._logger.warning(f"the Prefect server does not answer ({error!r}); training goes on")
+                else:
+                    if away:
+                        self._logger.info(f"the Prefect server answers again after {time.monotonic() - heard:.0f} s")
+                    heard, away = time.monotonic(), False
             try:
-                self._draw(self._newest, artifact)
+                self._draw(client, last=True)
             except SERVER_AWAY as error:
-                self._logger.warning(f"the last artifacts were not stored ({type(error).__name__})")
+                self._logger.warning(f"the last artifacts were not stored: the Prefect server said {error!r}")
 
-    def _draw(self, progress: Progress, artifact: Any) -> Any:
-        share = 100.0 * progress.step / progress.steps
-        key = "".join(letter if letter.isalnum() else "-" for letter in progress.run_id.lower())
-        description = f"{progress.phase}, step {progress.step} of {progress.steps}"
-        if artifact is None:
-            artifact = create_progress_artifact(share, key=f"{key}-progress", description=description)
-        else:
-            update_progress_artifact(artifact, progress=share, description=description)
-        if progress.history:
-            create_table_artifact(
-                metric_table(progress),
-                key=f"{key}-metrics",
-                description=f"The last {TABLE_ROWS} steps of {progress.run_id}",
-            )
-        return artifact
+    def _draw(self, client: SyncPrefectClient, *, last: bool = False) -> None:
+        if self._newest is not None and (last or time.monotonic() >= self._due):
+            self._artifacts.draw(client, self._newest)
+            self._due = time.monotonic() + self._artifact_seconds
 
     def __enter__(self) -> "PrefectControl":
         self._thread.start()
@@ -166,7 +176,7 @@ class PrefectControl:
 
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
-        self._thread.join(timeout=15)
+        self._thread.join(timeout=4 * REQUEST_SECONDS)
 
 
 def quoted(value: Any) -> Any:
@@ -174,34 +184,15 @@ def quoted(value: Any) -> Any:
     return quote(value)
 
 
-def metric_table(progress: Progress) -> list[dict[str, str | None]]:
-    """The last steps, newest first, as text: what the table artifact shows."""
-    columns = (
-        "step",
-        "reward_mean",
-        "loss",
-        "grad_norm",
-        "lag_mean",
-        "lag_max",
-        "entropy",
-        "completion_tokens_mean",
-        "step_seconds",
-        "wait_seconds",
-    )
-    return [
-        {name: None if (value := entry.get(name)) is None else f"{value:.4g}" for name in columns}
-        for entry in reversed(progress.history)
-    ]
-
-
 class TaskFuture:
     """A Prefect future seen as a lease's."""
 
-    def __init__(self, future: PrefectConcurrentFuture[LeaseResult]) -> None:
+    def __init__(self, future: PrefectConcurrentFuture[Any]) -> None:
         self._future = future
 
     def done(self) -> bool:
         return self._future.wrapped_future.done()
 
     def result(self) -> LeaseResult:
-        return self._future.result()
+        result: LeaseResult = self._future.result()
+        return result

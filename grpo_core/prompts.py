@@ -156,7 +156,7 @@ def _parquet_records(path: Path) -> list[dict[str, Any]]:
 
 def _json_records(path: Path) -> list[dict[str, Any]]:
     """Values exactly as written: no date is guessed from text, no key is added to a message."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     for number, record in enumerate(records):
         if not isinstance(record, dict):
             raise ValueError(f"row {number} is {record!r}, not an object")

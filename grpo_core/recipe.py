@@ -113,9 +113,9 @@ def leaves(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
-    """Dotted keys that differ, leaves only."""
-    old, new = leaves(before), leaves(after)
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    """Dotted keys that differ or that only one of the two has, leaves only."""
+    old, new, absent = leaves(before), leaves(after), object()
+    return sorted(key for key in old.keys() | new.keys() if old.get(key, absent) != new.get(key, absent))
 
 
 def continuable(key: str) -> bool:

@@ -1,4 +1,7 @@
-"""Messages to token ids and back, with the policy's own chat template."""
+"""Messages to token ids and back, with the policy's own chat template.
+
+Imports neither torch nor a model class of transformers: the flow tokenizes, and must start within a second or two.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 class ChatError(ValueError):
@@ -20,7 +23,7 @@ class Chat:
     """The tokenizer of a policy directory. Thread-safe for reading."""
 
     def __init__(self, directory: Path, template_arguments: dict[str, Any]) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self._tokenizer = _tokenizer(directory)
         if self._tokenizer.chat_template is None:
             raise ChatError(
                 f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory"
@@ -58,11 +61,22 @@ class Chat:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    if (directory / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    # Only an Auto class knows how to convert the older formats, and it imports torch and every model's configuration.
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return tokenizer
+
+
 def _stop_token_ids(directory: Path, eos: int | None) -> tuple[int, ...]:
     """Every id that ends a turn: the tokenizer's and those of the generation config, which may be several."""
     ends = {eos} if eos is not None else set()
-    if (directory / "generation_config.json").exists():
-        declared = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    generation_config = directory / "generation_config.json"
+    if generation_config.exists():
+        declared = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
         ends |= set(declared if isinstance(declared, list) else [declared]) - {None}
     if not ends:
         raise ChatError(

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import queue
+import re
 import select
 import subprocess
 import sys
@@ -200,6 +201,15 @@ def reasoning_gym_score(
         float(score(completion[-1]["content"].strip(), json.loads(row)))
         for completion, row in zip(completions, entry, strict=True)
     ]
+
+
+def reasoning_gym_last_number(
+    completions: list[list[dict[str, str]]], entry: list[str], task: list[str], **columns: Any
+) -> list[float]:
+    """reasoning-gym's own score of the last whole number in the answer; 0 without one. For models that talk."""
+    numbers = [re.findall(r"-?\d+", completion[-1]["content"]) for completion in completions]
+    shortened = [[{"role": "assistant", "content": found[-1] if found else ""}] for found in numbers]
+    return reasoning_gym_score(shortened, entry, task)
 
 
 def exact_match(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float]:

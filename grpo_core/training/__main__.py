@@ -29,7 +29,7 @@ from grpo_core.refit.nccl import NcclTransfer
 from grpo_core.refit.transfer import Transfer
 from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.schedule.window import Window, last_step
-from grpo_core.training import checkpoint
+from grpo_core.training import PARENT, checkpoint
 from grpo_core.training.conductor import Conductor
 from grpo_core.training.feed import Feed, PartCache
 from grpo_core.training.loop import Rank, follow
@@ -53,7 +53,7 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, lambda *_: stop.set())
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(PARENT,), daemon=True).start()
 
     store = ObjectStore.open(
         layout.run_root(arguments.root, arguments.run_id),
@@ -89,6 +89,7 @@ def main() -> None:
         policy,
         optimizer,
         cache,
+        tuple(described["canary"]),
         device,
         _transfer(config) if dist.get_rank() == 0 else None,
     )
@@ -108,6 +109,11 @@ def main() -> None:
         commands = conductor.commands()
     follow(rank, commands)
     dist.destroy_process_group()
+    # Everything is durable. Gloo's and Arrow's own threads may still want the interpreter, and one that meets it while
+    # it is being taken down aborts the process: a finished run would count as a crash.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _conductor(

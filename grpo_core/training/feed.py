@@ -33,6 +33,9 @@ COLUMNS = (
 FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
 
 
+GENERATION_FAILED = "generation_failed"
+
+
 @dataclass(frozen=True, slots=True)
 class BufferedGroup:
     """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
@@ -50,7 +53,9 @@ class BufferedGroup:
     failure: str | None
 
     def candidate(self) -> Candidate:
-        return Candidate(self.ordinal, self.oldest_version, self.newest_version, self.failure)
+        # One word for the ledger; the cause stays with the tombstone in its shard.
+        failure = None if self.failure is None else GENERATION_FAILED
+        return Candidate(self.ordinal, self.oldest_version, self.newest_version, failure)
 
     def places(self) -> list[Place]:
         key = layout.part(self.part.attempt, self.part.lease, self.part.part)
@@ -167,6 +172,8 @@ def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[Bu
         failure = next((errors[row] or "failed" for row in where if statuses[row] != OK), None)
         if failure is None and not versions:
             failure = "no token was generated"
+        if failure is None and np.isnan(scores).all():
+            failure = "no rollout could be scored"
         groups.append(
             BufferedGroup(
                 ordinal=ordinal,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_core.config import RunConfig
-from grpo_core.refit.canary import Canary, canary_tokens
+from grpo_core.refit.canary import Canary
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
 from grpo_core.refit.source import gather
 from grpo_core.refit.transfer import Transfer
@@ -35,12 +35,11 @@ from storage.digests import FileDigest
 from storage.layout import CheckpointName, PartName
 from storage.objects import ObjectStore
 
-CANARY_SEED = 20
-
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank works with. `transfer` is None on all ranks but 0."""
+    """What one rank works with. `canary` is the text on which engines must agree with us; `transfer` is None on all
+    ranks but 0."""
 
     config: RunConfig
     store: ObjectStore
@@ -48,6 +47,7 @@ class Rank:
     policy: Policy
     optimizer: torch.optim.Optimizer
     cache: PartCache
+    canary: tuple[int, ...]
     device: torch.device
     transfer: Transfer | None
 
@@ -136,8 +136,7 @@ def _deadlines(config: RunConfig) -> RefitSettings:
 
 def _canary(rank: Rank, tolerance: float) -> Canary:
     """The trainer's own log-probs of the canary text; a forward pass of all ranks."""
-    vocabulary = rank.policy.language_model.config.vocab_size
-    tokens = canary_tokens(vocabulary, CANARY_SEED, rank.config.model.context_length)
+    tokens = rank.canary
     ids = torch.tensor([tokens], device=rank.device)
     positions = torch.arange(len(tokens), device=rank.device)
     with torch.no_grad():

@@ -3,6 +3,8 @@
 Contract: `prepare` answers with a directory that `transformers` loads and vLLM serves: config.json, safetensors
 weights and a tokenizer with its chat template. A directory that is made here appears complete or not at all, so
 finding it is enough to use it. `digest` names what `prepare` would make; equal digests mean equal policies.
+
+torch and transformers are imported only where something is made: finding a policy costs none of their seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-from grpo_core.training import tiny_policy
 
 REVISION = 1  # raised whenever the same settings would make another policy
 
@@ -83,6 +80,8 @@ def prepare(source: OriginSettings, directory: Path) -> Path:
         case TinyPolicy():
             with completed(directory) as unfinished:
                 if unfinished is not None:
+                    from grpo_core.training import tiny_policy
+
                     tiny_policy.make(unfinished, **asdict(source))
     return directory
 
@@ -150,6 +149,9 @@ def find_gguf(package: str) -> Path:
 
 
 def _convert_gguf(file: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if tokenizer.chat_template is None:
         raise OriginError(f"{file} carries no chat template; choose a model made for chat")

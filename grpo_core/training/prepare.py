@@ -18,7 +18,7 @@ from pathlib import Path
 
 from grpo_core.config import DirectoryModel, RunConfig, SmolLM2Model, TinyModel, WarmStart
 from grpo_core.prompts import DataError, Row, load_splits
-from grpo_core.training import origin, warm_start
+from grpo_core.training import origin
 
 # Raised whenever the same settings would warm-start to other weights.
 WARM_START_REVISION = 1
@@ -65,6 +65,11 @@ def warm_start_digest(source: origin.OriginSettings, settings: WarmStart, train:
 
 
 def _warm_start(skeleton: Path, output: Path, settings: WarmStart, train: list[Row], seed: int) -> None:
+    if not origin.missing_parts(output):
+        return
+    # Imported late: it loads torch, which a policy that is there already does not need.
+    from grpo_core.training import warm_start
+
     without = next((number for number, row in enumerate(train) if row.columns.get("answer") is None), None)
     if without is not None:
         raise DataError(f"row {without} of the train split has no column answer, which model.warm_start learns; add it")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.history import COLUMNS, json_lines, ledger_lines, render_ledger
+from flows.views.history import COLUMNS, json_lines, ledger_lines, render_ledger
 from storage.objects import ObjectStore
 from tests.flows.synthetic_run import SyntheticRun, small_run
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flows import report as module
-from flows.curves import Line, lines
-from flows.report import evaluation_scores, evaluation_table, refit_table, report, time_budget
-from flows.samples import Place, choose
-from flows.series import spread, step_points
+from flows.views import report as module
+from flows.views.curves import Line, lines
+from flows.views.report import evaluation_scores, evaluation_table, refit_table, report, time_budget
+from flows.views.samples import Place, choose
+from flows.views.series import spread, step_points
 from storage.attempts import living_chain
 from storage.layout import PartName
 from storage.ledger import ledger_names

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from flows.run import RunRefused
-from flows.standing import recorded_run, standing
-from flows.status import render_status, status
+from flows.views.standing import recorded_run, standing
+from flows.views.status import render_status, status
 from grpo_core.schedule.frontier import OrdinalState
 from storage import layout
 from storage.objects import ObjectStore

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.trace import trace
-from flows.trace_view import render_trace
+from flows.views.trace import trace
+from flows.views.trace_view import render_trace
 from storage.objects import ObjectStore
 from tests.flows.synthetic_run import HOSTILE, PROMPT_TOKENS, small_run
 

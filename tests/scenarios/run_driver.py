@@ -33,6 +33,7 @@ from storage.objects import ObjectStore
 from tests import model_engine
 
 REPOSITORY = Path(__file__).parents[2]
+FOREBAY = str(Path(sys.executable).parent / "forebay")
 MARK = "FOREBAY_SCENARIO"
 RUN_ID = "scenario"
 WAIT_SECONDS = 90.0
@@ -66,7 +67,7 @@ RECIPE: dict[str, Any] = {
     "refit": {"control_timeout_seconds": 20, "transfer_timeout_seconds": 30},
     "checkpointing": {"save_period": 2},
     "evaluation": {"at_start": False, "at_end": False},
-    "pool": {"start_timeout_seconds": 60},
+    "pool": {"kind": "local", "start_timeout_seconds": 60},
     "logging": {"progress_seconds": 0.5},
 }
 
@@ -85,12 +86,13 @@ class RunDriver:
         self.faults = self.directory / "faults.json"
         self._errors = self.directory / "stderr.txt"
         self._output = self.directory / "stdout.txt"
-        prompts = self.directory / "prompts.jsonl"
+        prompts, held_out = self.directory / "prompts.jsonl", self.directory / "held_out.jsonl"
         prompts.write_text("".join(f'{{"prompt": "{a} + {b} ="}}\n' for a in range(5) for b in range(3)))
+        held_out.write_text("".join(f'{{"prompt": "{a} + {b} ="}}\n' for a in range(5, 7) for b in range(2)))
         own = {
             "storage": {"root": str(self.directory / "store")},
             "model": {"cache_directory": str(self.cache)},
-            "data": {"source": {"path": str(prompts), "held_out_path": str(prompts)}},
+            "data": {"source": {"path": str(prompts), "held_out_path": str(held_out)}},
             "pool": {"python": str(interpreter_that_starts_the_model_engine(self.directory))},
         }
         self.recipe = merged(merged(RECIPE, own), self.settings)
@@ -107,10 +109,10 @@ class RunDriver:
             **os.environ,
             MARK: str(self.directory),
             model_engine.FAULTS: str(self.faults),
-            "PYTHONPATH": str(REPOSITORY / "tests" / "scenarios"),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "scenarios"), str(REPOSITORY)]),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "flows.cli", "train", str(path), "--no-prefect", *options]
+        command = [FOREBAY, "train", str(path), "--no-prefect", *options]
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
                 command, cwd=self.directory, env=environment, stdout=output, stderr=errors, text=True
@@ -215,7 +217,7 @@ def _is(process: psutil.Process, part: Part) -> bool:
     words = _command_line(process)
     match part:
         case "flow":
-            return "flows.cli" in words
+            return FOREBAY in words
         case "torchrun":
             return "torch.distributed.run" in words
         case "trainer rank":
@@ -229,6 +231,13 @@ def _command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return []
+
+
+def assert_one_sentence(errors: str) -> None:
+    """The last thing said is one line of ours, and nothing looks like a fault of the program."""
+    last = errors.rstrip().splitlines()[-1]
+    assert last.startswith("forebay: "), errors
+    assert "Traceback" not in errors
 
 
 def steps_done(step: int) -> Predicate:

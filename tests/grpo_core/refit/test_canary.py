@@ -11,19 +11,29 @@ from grpo_core.refit.canary import CANARY_TOKENS, Canary, CanaryFailed, canary_t
 CANARY = Canary((5, 6, 7), (-1.0, -2.0), tolerance=1e-4)
 
 
-def test_tokens_are_fixed_by_the_seed_and_fit_vocabulary_and_context() -> None:
-    tokens = canary_tokens(100, seed=1, context=1024)
-    assert tokens == canary_tokens(100, seed=1, context=1024) != canary_tokens(100, seed=2, context=1024)
+def test_tokens_are_those_of_the_first_prompts_and_fit_the_context() -> None:
+    prompts = [[number] * 10 for number in range(20)]
+    tokens = canary_tokens(prompts, context=1024)
+    assert tokens[:20] == (0,) * 10 + (1,) * 10
     assert len(tokens) == CANARY_TOKENS
-    assert all(0 <= token < 100 for token in tokens)
-    assert len(canary_tokens(100, seed=1, context=16)) == 15
+    assert len(canary_tokens(prompts, context=16)) == 15
+    assert canary_tokens([[7, 8]], context=1024) == (7, 8)
+    with pytest.raises(ValueError, match="two tokens"):
+        canary_tokens([[7]], context=1024)
+
+
+def test_an_unlikely_token_may_differ_in_proportion() -> None:
+    unlikely = Canary((5, 6), (-30.0,), tolerance=1e-4)
+    assert check_canary("e0", unlikely, [-30.002]) == pytest.approx(2e-3)
+    with pytest.raises(CanaryFailed):
+        check_canary("e0", unlikely, [-30.004])
 
 
 def test_difference_within_the_tolerance_is_returned() -> None:
     assert check_canary("e0", CANARY, [-1.00005, -2.0]) == pytest.approx(5e-5)
 
 
-@pytest.mark.parametrize("scores", [[-1.0, -2.0002], [-1.0, math.nan], [math.nan, -2.0], [-1.0], [-1.0, -2.0, -3.0]])
+@pytest.mark.parametrize("scores", [[-1.0, -2.0003], [-1.0, math.nan], [math.nan, -2.0], [-1.0], [-1.0, -2.0, -3.0]])
 def test_other_weights_damaged_weights_and_missing_scores_fail(scores: list[float]) -> None:
     with pytest.raises(CanaryFailed, match="e0"):
         check_canary("e0", CANARY, scores)

@@ -19,14 +19,14 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from flows import curves
-from flows.curves import FIRST, SECOND, THIRD, Line
 from flows.live import clock
-from flows.samples import sample_rollouts
-from flows.series import StepPoint, spread, step_points
-from flows.standing import RecordedRun, read_decisions, recorded_run
-from flows.status import status
-from flows.terminal import figure, visible
+from flows.views import curves
+from flows.views.curves import FIRST, SECOND, THIRD, Line
+from flows.views.samples import sample_rollouts
+from flows.views.series import StepPoint, spread, step_points
+from flows.views.standing import RecordedRun, read_decisions, recorded_run
+from flows.views.status import status
+from flows.views.terminal import figure, visible
 from storage import layout, schema
 from storage.attempts import Link, attempt_numbers, living_chain, read_attempt
 from storage.layout import LedgerName
@@ -37,6 +37,7 @@ MOST_POINTS = 600
 MOST_EVALUATIONS = 40
 MOST_DROP_FILES = 400
 TEMPLATE = "report.html.jinja"
+PHASES = ("connect", "pause", "start", "transfer", "finish", "resume", "canary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def render(content: Mapping[str, Any]) -> str:
     """The page of what `_content` found."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"figure": figure, "clock": clock, "visible": visible, "moment": moment}
-    source = resources.files("flows").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    source = resources.files("flows.views").joinpath(TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source).render(content)
 
 
@@ -160,7 +161,7 @@ def step_charts(
             "nats per token, estimated at the sampled tokens",
             _curves(
                 points,
-                ("gen_kl_error", "engine ‖ trainer", FIRST),
+                ("gen_kl_error", "sampled with ‖ trained", FIRST),
                 ("kl", "step start ‖ now", SECOND),
                 ("kl_reference", "reference", THIRD),
             ),
@@ -233,7 +234,9 @@ def refit_table(points: Sequence[StepPoint]) -> list[dict[str, Any]]:
             "p95": sorted(values)[math.ceil(0.95 * len(values)) - 1],
             "max": max(values),
         }
-        for phase, values in phases.items()
+        for phase, values in sorted(
+            phases.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES)
+        )
     ]
 
 

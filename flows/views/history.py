@@ -15,8 +15,8 @@ import pyarrow as pa
 from rich.console import RenderableType
 from rich.table import Table
 
-from flows.standing import OpenOrdinal, recorded_run, standing
-from flows.terminal import figure, plain
+from flows.views.standing import OpenOrdinal, recorded_run, standing
+from flows.views.terminal import figure, plain
 from storage import layout, schema
 from storage.layout import LedgerName, PartName
 from storage.ledger import RETURNED, ledger_names

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pyarrow.compute as pc
 
-from flows.standing import RecordedRun, recorded_run, standing
+from flows.views.standing import RecordedRun, recorded_run, standing
 from grpo_core.trajectory import Stamp
 from storage import layout, schema
 from storage.attempts import attempt_numbers, living_chain, read_attempt

@@ -1,6 +1,6 @@
 """`forebay status`: where a run is, in one screen and at a cost that does not grow with its history.
 
-Totals come from the newest ledger footer, the frontier from `flows.standing`, rates from the last few steps.
+Totals come from the newest ledger footer, the frontier from `flows.views.standing`, rates from the last few steps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rich.table import Table
 
 from flows.live import clock
 from flows.run import RunRefused, check_owner, is_finished
-from flows.series import step_points
-from flows.standing import RecordedRun, recorded_run, standing
-from flows.terminal import figure, plain
+from flows.views.series import step_points
+from flows.views.standing import RecordedRun, recorded_run, standing
+from flows.views.terminal import figure, plain
 from storage.attempts import AttemptClaim, read_attempt
 from storage.layout import LedgerName
 from storage.ledger import Totals, newest_footer

@@ -14,8 +14,8 @@ from typing import Literal
 
 import pyarrow.compute as pc
 
-from flows.series import spread
-from flows.terminal import visible
+from flows.views.series import spread
+from flows.views.terminal import visible
 from storage import layout, schema
 from storage.errors import ObjectMissing
 from storage.layout import LedgerName, PartName

@@ -1,6 +1,6 @@
-"""`forebay trace` for people: what `flows.trace.trace` found, in the terminal.
+"""`forebay trace` for people: what `flows.views.trace.trace` found, in the terminal.
 
-Every text of a rollout is shown literally (`flows.terminal`): it may hold markup or escape sequences.
+Every text of a rollout is shown literally (`flows.views.terminal`): it may hold markup or escape sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from flows.terminal import figure, plain
+from flows.views.terminal import figure, plain
 
 Record = Mapping[str, Any]
 

@@ -1,0 +1,68 @@
+"""Reward functions that behave and misbehave, for the tests of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import time
+from typing import Any
+
+
+def lengths(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion[-1]["content"])) for completion in completions]
+
+
+async def awaited(completions: list[Any], **columns: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.25] * len(completions)
+
+
+def talkative(completions: list[Any], **columns: Any) -> list[float]:
+    print('{"rewards": "not this"}', flush=True)
+    os.write(1, b"nor this\n")
+    sys.__stdout__.write("nor that\n")
+    sys.__stdout__.flush()
+    return [1.0] * len(completions)
+
+
+def uncertain(completions: list[Any], **columns: Any) -> list[float | None]:
+    return [None, math.nan, True, 2][: len(completions)]
+
+
+def on_word(completions: list[Any], word: list[str], **columns: Any) -> list[float]:
+    """Does what the column `word` says."""
+    match word[0]:
+        case "hang":
+            time.sleep(600)
+        case "busy":
+            while True:
+                sum(range(1000))
+        case "die":
+            os._exit(7)
+        case "leave":
+            sys.exit(3)
+        case "raise":
+            raise KeyError("missing\nline")
+        case "short":
+            return [1.0]
+        case "infinite":
+            return [math.inf] * len(completions)
+        case "text":
+            return ["good"] * len(completions)  # type: ignore[list-item]
+        case "nothing":
+            return None  # type: ignore[return-value]
+    return [float(os.getpid())] * len(completions)
+
+
+def echo_arguments(
+    completions: list[Any], prompts: list[Any], completion_ids: list[list[int]], answer: list[str], **columns: Any
+) -> list[float]:
+    assert [prompt[-1]["content"] for prompt in prompts] == ["q"] * len(completions)
+    assert completion_ids == [[1, 2], [3]]
+    assert answer == ["4", "4"] and set(columns) == {"other"}
+    return [1.0, 2.0]
+
+
+not_a_function = 3

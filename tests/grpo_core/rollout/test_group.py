@@ -1,0 +1,192 @@
+"""One prompt becomes one whole group that fits the shard, or a tombstone that names its cause."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.config import RunConfig
+from grpo_core.recipe import parse
+from grpo_core.rollout import group as group_module
+from grpo_core.rollout.chat import Chat
+from grpo_core.rollout.group import FAILED, OK, Generator, derived_seed
+from grpo_core.rollout.pool import Pool
+from grpo_core.rollout.rewards import RewardError, Scores
+from grpo_core.trajectory import Prompt, Stamp
+from storage import schema
+from tests.fake_engine import GENERATE, FakeEngine, Fault
+from tests.grpo_core import tiny
+
+PROMPT = Prompt(5, 1, 3, [{"role": "user", "content": "What is 1 plus 2?"}], {"answer": "3", "note": None})
+
+
+class Rewards:
+    """Scores by the length of the answer; raises `error` when there is one."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: RewardError | None = None
+
+    def score(self, **call: Any) -> Scores:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        values = [float(len(ids)) for ids in call["completion_ids"]]
+        values[0] = float("nan")
+        return Scores({"m:f": [None, *values[1:]]}, values)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    return Chat(tiny.make(tmp_path_factory.mktemp("policy") / "tiny"), {})
+
+
+@pytest.fixture
+def engines() -> Iterator[list[FakeEngine]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeEngine(version="1.4")) for _ in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = asyncio.sleep
+    monkeypatch.setattr(group_module.asyncio, "sleep", lambda seconds: sleep(0))
+
+
+def config(**generation: Any) -> RunConfig:
+    values = {
+        "run_id": "r",
+        "grpo": {"num_generations_per_prompt": 4},
+        "generation": {"max_completion_length": 6, "request_timeout_seconds": 5, **generation},
+        "model": {"context_length": 64},
+        "pool": {"kind": "local", "start_timeout_seconds": 1},
+    }
+    return parse(values, where="test")
+
+
+def make(
+    chat: Chat, engines: list[FakeEngine], prompt: Prompt = PROMPT, rewards: Rewards | None = None, **generation: Any
+) -> list[dict[str, Any]]:
+    pool = Pool()
+    for number, engine in enumerate(engines):
+        pool.join(f"e{number}", engine.url)
+    pool.live(Stamp(1, 4), tuple(f"e{number}" for number in range(len(engines))))
+    generator = Generator(config(**generation), chat, pool, rewards or Rewards())  # type: ignore[arg-type]
+
+    async def run() -> list[dict[str, Any]]:
+        async with aiohttp.ClientSession() as session:
+            return await generator.group(prompt, session, attempt=1)
+
+    rows = asyncio.run(run())
+    assert pool.load() == 0
+    return rows
+
+
+def as_shard(rows: list[dict[str, Any]]) -> pa.Table:
+    return schema.table([{"attempt": 1, "lease": 0, "part": 0, **row} for row in rows], schema.SHARD)
+
+
+def test_rows_fit_the_shard_and_carry_tokens_versions_and_rewards(chat: Chat, engines: list[FakeEngine]) -> None:
+    rewards = Rewards()
+    rows = make(chat, engines, rewards=rewards)
+    table, _ = schema.decode(schema.encode(as_shard(rows), schema.SHARD, {}))
+    assert table.column("rollout").to_pylist() == [0, 1, 2, 3]
+    assert table.column("status").to_pylist() == [OK] * 4
+    assert table.column("reward").to_pylist()[0] is None and table.column("reward").to_pylist()[1] == 6.0
+    prompt_ids = chat.render(PROMPT.messages)
+    for row in table.to_pylist():
+        generated = len(row["token_ids"]) - len(prompt_ids)
+        assert row["token_ids"][: len(prompt_ids)] == prompt_ids and row["prompt_length"] == len(prompt_ids)
+        assert row["loss_mask"] == [False] * len(prompt_ids) + [True] * generated
+        assert row["version_spans"] == [
+            {"attempt": 1, "version": 4, "start": len(prompt_ids), "end": len(row["token_ids"])}
+        ]
+        assert all(value < 0 for value in row["logprobs"][len(prompt_ids) :])
+        assert (row["ordinal"], row["epoch"], row["dataset_index"], row["min_version"]) == (5, 1, 3, 4)
+    (call,) = rewards.calls
+    assert call["columns"] == {"answer": ["3"] * 4, "note": [None] * 4}
+    assert call["completion_ids"] == [row["token_ids"][len(prompt_ids) :] for row in rows]
+    assert all(completion[0]["role"] == "assistant" for completion in call["completions"])
+
+
+def test_the_engine_is_told_how_to_sample_and_where_to_stop(chat: Chat, engines: list[FakeEngine]) -> None:
+    make(chat, engines[:1])
+    ((_, body),) = [call for call in engines[0].bodies if call[0] == GENERATE]
+    sampling = body["sampling_params"]
+    assert sampling["stop_token_ids"] == list(chat.stop_token_ids)
+    assert (sampling["n"], sampling["temperature"], sampling["max_tokens"]) == (4, 1.0, 6)
+    assert sampling["seed"] == derived_seed(0, 5, 0)
+    assert body["cache_salt"] == "1.4"
+
+
+def test_the_completion_is_cut_to_what_the_context_leaves(chat: Chat, engines: list[FakeEngine]) -> None:
+    room = 64 - len(chat.render(PROMPT.messages))
+    rows = make(chat, engines, max_completion_length=60)
+    assert max(sum(row["loss_mask"]) for row in rows) == room
+
+
+@pytest.mark.parametrize("kind", ["status", "reset", "nan_logprob", "missing_span", "wrong_version"])
+def test_a_failed_request_is_tried_again(chat: Chat, engines: list[FakeEngine], kind: Any) -> None:
+    for engine in engines:
+        engine.faults.append(Fault(GENERATE, kind))
+    rows = make(chat, engines)
+    assert [row["status"] for row in rows] == [OK] * 4
+    assert sum(engine.calls.count(GENERATE) for engine in engines) in (2, 3)
+
+
+def test_a_group_whose_budget_is_spent_is_a_tombstone(chat: Chat, engines: list[FakeEngine]) -> None:
+    engines[0].faults.append(Fault(GENERATE, "status", times=99))
+    rewards = Rewards()
+    (row,) = make(chat, engines[:1], rewards=rewards, max_rollout_attempts=2)
+    assert engines[0].calls.count(GENERATE) == 2
+    assert (row["status"], row["ordinal"], row.get("reward")) == (FAILED, 5, None)
+    assert "2 attempts failed" in row["error"] and "500" in row["error"]
+    assert as_shard([row]).num_rows == 1
+    assert rewards.calls == []
+
+
+def test_a_rejected_request_is_not_repeated(chat: Chat, engines: list[FakeEngine]) -> None:
+    engines[0].faults.append(Fault(GENERATE, "status", times=99, status=400))
+    (row,) = make(chat, engines[:1])
+    assert row["status"] == FAILED and engines[0].calls.count(GENERATE) == 1
+
+
+def test_a_prompt_too_long_for_the_context_is_a_tombstone(chat: Chat, engines: list[FakeEngine]) -> None:
+    long = Prompt(6, 0, 0, [{"role": "user", "content": "zq " * 200}])
+    (row,) = make(chat, engines, long)
+    assert row["status"] == FAILED and "model.context_length=64" in row["error"]
+    assert engines[0].calls == engines[1].calls == []
+
+
+def test_a_prompt_that_the_template_cannot_render_is_a_tombstone(chat: Chat, engines: list[FakeEngine]) -> None:
+    (row,) = make(chat, engines, Prompt(6, 0, 0, [{"role": "user"}]))
+    assert row["status"] == FAILED and "ChatError" in row["error"]
+
+
+def test_a_group_that_cannot_be_scored_is_a_tombstone(chat: Chat, engines: list[FakeEngine]) -> None:
+    rewards = Rewards()
+    rewards.error = RewardError("the reward function is broken")
+    (row,) = make(chat, engines, rewards=rewards)
+    assert row["status"] == FAILED and row["error"] == "RewardError: the reward function is broken"
+
+
+def test_without_an_engine_the_group_is_a_tombstone(chat: Chat) -> None:
+    (row,) = make(chat, [])
+    assert row["status"] == FAILED and "no engine" in row["error"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**9), st.integers(0, 50)), unique=True, max_size=50))
+def test_seeds_of_different_turns_differ_and_fit_int64(parts: list[tuple[int, int, int]]) -> None:
+    seeds = [derived_seed(*part) for part in parts]
+    assert len(set(seeds)) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derived_seed(1, 23) != derived_seed(12, 3)

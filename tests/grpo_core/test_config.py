@@ -1,0 +1,114 @@
+"""The config is valid as it comes, and refuses what cannot work in a sentence that names key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_core.config import ExternalPool, LocalPool, RunConfig
+from grpo_core.recipe import ConfigError, parse
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(values, where="recipe.yaml")
+    return str(caught.value)
+
+
+def test_defaults_are_a_valid_run() -> None:
+    config = RunConfig()
+    assert parse({}, where="nothing") == config
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_values_cannot_be_changed_after_validation() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        RunConfig().grpo.num_prompts_per_step = 3  # type: ignore[misc]
+
+
+RULES: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"grpo": {"async_grpo": {"max_trajectory_age_steps": 3}}, "objective": {"importance_correction": "none"}},
+        ["grpo.async_grpo.max_trajectory_age_steps=3", "objective.importance_correction", "acknowledge_no_correction=true"],
+    ),
+    (
+        {"generation": {"max_completion_length": 4096}},
+        ["generation.max_completion_length=4096", "model.context_length=4096"],
+    ),
+    ({"packing": {"token_budget": 100}}, ["packing.token_budget=100", "model.context_length=4096"]),
+    (
+        {"grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 2}, "training": {"ranks": 3}},
+        ["2 rollouts", "3 trainer ranks", "grpo.num_prompts_per_step"],
+    ),
+    ({"refit": {"backend": "nccl"}}, ["refit.backend=nccl", "training.device is cpu"]),
+    (
+        {
+            "refit": {"backend": "ipc"},
+            "training": {"device": "cuda", "nodes": 2, "rendezvous": "first:29500"},
+        },
+        ["refit.backend=ipc", "training.nodes"],
+    ),
+    ({"training": {"nodes": 2}}, ["training.nodes=2", "training.rendezvous"]),
+    ({"sampling": {"top_p": 0.9}}, ["sampling.top_p=0.9", "1.0"]),
+    ({"sampling": {"top_k": 5}}, ["sampling.top_k=5"]),
+    ({"sampling": {"min_p": 0.1}}, ["sampling.min_p=0.1"]),
+    ({"sampling": {"repetition_penalty": 1.1}}, ["sampling.repetition_penalty=1.1"]),
+    ({"data": {"source": {"kind": "reasoning_gym", "seed": 7, "held_out_seed": 7}}}, ["data.held_out_seed", "7"]),
+    ({"pool": {"kind": "local", "engines": 2, "gpus": [[0]]}}, ["pool.gpus", "pool.engines=2"]),
+    ({"objective": {"beta": 0.1}}, ["objective.beta", "0.1"]),
+    ({"optimizer": {"learning_rate": float("inf")}}, ["optimizer.learning_rate", "inf"]),
+    ({"rewards": {"functions": [{"function": "m:f", "weight": float("nan")}]}}, ["rewards.functions.0.weight", "nan"]),
+    ({"rewards": {"functions": []}}, ["rewards.functions"]),
+    ({"rewards": {"functions": [{"function": "no colon"}]}}, ["rewards.functions.0.function", "no colon"]),
+    ({"pool": {"kind": "external", "urls": ["ftp://x"]}}, ["pool.external.urls.0", "ftp://x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "words"), RULES, ids=lambda value: str(value)[:60])
+def test_a_broken_rule_is_one_sentence_with_key_and_value(values: dict[str, Any], words: list[str]) -> None:
+    message = refusal(values)
+    assert message.startswith("recipe.yaml: ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_window_without_correction_can_be_acknowledged() -> None:
+    objective = {"importance_correction": "none", "acknowledge_no_correction": True}
+    assert parse({"objective": objective}, where="x").grpo.async_grpo.max_trajectory_age_steps == 2
+
+
+def test_unknown_keys_are_named_with_their_section() -> None:
+    assert "grpo.num_promts: is not a known key" in refusal({"grpo": {"num_promts": 3}})
+    assert "colour: is not a known key" in refusal({"colour": "red"})
+
+
+def test_several_faults_are_counted() -> None:
+    assert "(and 1 more)" in refusal({"grpo": {"num_promts": 3}, "colour": "red"})
+
+
+HOSTILE = ["", ".", "..", "../up", "a/b", "a\\b", "-rf", "a\n", "a b", "a\0", "é", "a" * 129, "$(id)", "a;b", "%2e%2e"]
+
+
+@pytest.mark.parametrize("run_id", HOSTILE)
+def test_a_run_id_that_could_leave_its_directory_is_refused(run_id: str) -> None:
+    assert "run_id" in refusal({"run_id": run_id})
+
+
+@pytest.mark.parametrize("run_id", ["a", "0", "Run-1_b.c", "a" * 128])
+def test_ordinary_run_ids_are_accepted(run_id: str) -> None:
+    assert parse({"run_id": run_id}, where="x").run_id == run_id
+
+
+def test_lease_is_a_quarter_of_a_step_and_at_least_one_prompt() -> None:
+    assert parse({"grpo": {"num_prompts_per_step": 32}}, where="x").lease_prompts == 8
+    assert parse({"grpo": {"num_prompts_per_step": 3}}, where="x").lease_prompts == 1
+    assert parse({"generation": {"lease_prompts": 5}}, where="x").lease_prompts == 5
+
+
+def test_the_kind_of_a_pool_decides_its_keys() -> None:
+    assert isinstance(parse({"pool": {"kind": "local"}}, where="x").pool, LocalPool)
+    external = parse({"pool": {"kind": "external", "urls": ["http://a:1"]}}, where="x").pool
+    assert isinstance(external, ExternalPool) and external.urls == ("http://a:1",)
+    assert "engines" in refusal({"pool": {"kind": "external", "urls": ["http://a:1"], "engines": 2}})

@@ -1,0 +1,425 @@
+"""Rank 0's decisions reach the store in the order that makes a kill harmless, and none of them is ever lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_core.recipe import parse
+from grpo_core.refit.control import EngineAddress
+from grpo_core.refit.coordinator import BrokenEngine, RefitFailed, RefitResult
+from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
+from grpo_core.schedule.window import Window
+from grpo_core.training import conductor as conductor_module
+from grpo_core.training.conductor import (
+    Conductor,
+    Idle,
+    Refit,
+    Save,
+    SequenceTooLong,
+    Step,
+    TrainerStuck,
+    pack_filled,
+)
+from grpo_core.training.packing import PackingError
+from grpo_core.training.step import FILLER, StepPlan, StepResult
+from grpo_core.trajectory import Stamp
+from storage import layout
+from storage.attempts import Fence
+from storage.errors import Fenced
+from storage.ledger import LedgerWriter, Totals, ledger_names, newest_footer, read_ledger
+from storage.layout import PartName
+from storage.pool import PoolChange, read_refit, write_pool_change
+from tests.grpo_core.training.parts import Run, group, tombstone
+
+
+@dataclass
+class Stage:
+    """A conductor over a real store, and the ranks that would carry out its commands.
+
+    `waiting` is called whenever the conductor looks whether it should stop, which it does each time it looks for work.
+    `commands` lists what was carried out, in order.
+    """
+
+    run: Run
+    steps: int = 2
+    ranks: int = 1
+    done: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+    waiting: Callable[[], None] = lambda: None
+    on_command: Callable[[Any], None] = lambda command: None
+    stop: bool = False
+    commands: list[Any] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    failing_refits: int = 0
+
+    def engine(self, number: int, *joined: str, left: tuple[str, ...] = ()) -> None:
+        change = PoolChange({name: f"http://{name}" for name in joined}, left)
+        write_pool_change(self.run.store, self.run.attempt, number, change)
+
+    def conduct(self) -> list[Any]:
+        values = {
+            "model": {"context_length": 32},
+            "generation": {"max_completion_length": 8, "flush_seconds": 0.05},
+            "packing": {"token_budget": 32},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+            "checkpointing": {"save_period": 1},
+            "training": {"step_timeout_seconds": 30, "ranks": self.ranks},
+        }
+        for section, keys in self.changes.items():
+            values[section] = {**values.get(section, {}), **keys}
+        config = parse(values, where="test")
+        store, attempt = self.run.store, self.run.attempt
+        fence = Fence(store, attempt).check
+        footer = newest_footer(store)
+        conductor = Conductor(
+            config=config,
+            store=store,
+            attempt=attempt,
+            window=Window.of(config.grpo, config.refit, steps=self.steps),
+            done=self.done,
+            feed=self.run.feed,
+            ledger=LedgerWriter(store, attempt, fence=fence),
+            totals=Totals() if footer is None else footer.totals,
+            fence=fence,
+            stopping=self._stopping,
+            report=self.reports.append,
+            ranks=self.ranks,
+        )
+        commands = conductor.commands()
+        answer = None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration:
+                return self.commands
+            self.commands.append(command)
+            self.on_command(command)
+            answer = self._carry_out(command)
+
+    def _stopping(self) -> bool:
+        self.waiting()
+        return self.stop
+
+    def _carry_out(self, command: Any) -> Any:
+        match command:
+            case Step(plan):
+                return self._result(plan)
+            case Refit(stamp, engines):
+                names = tuple(engine.name for engine in engines)
+                if self.failing_refits:
+                    self.failing_refits -= 1
+                    return RefitFailed(stamp, [BrokenEngine(name, "transfer", "gone") for name in names])
+                return RefitResult(stamp, names, (), {"transfer": 0.1}, dict.fromkeys(names, 1e-7))
+        return None
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        rows = self.run.feed.cache.rows(plan.places)
+        logprobs = {i: np.full(int(row.generated.sum()), -0.25, np.float32) for i, row in enumerate(rows)}
+        return StepResult(0.5, 2.0, {"ratio": (6.0, 6.0)}, 0.01, logprobs)
+
+    def kinds(self) -> list[str]:
+        return [type(command).__name__ for command in self.commands]
+
+    def decided(self) -> dict[int, tuple[str, str | None]]:
+        return {row["ordinal"]: (row["state"], row["reason"]) for row in read_ledger(self.run.store).to_pylist()}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    made = Stage(Run.start(tmp_path / "store"))
+    made.engine(0, "e0")
+    return made
+
+
+def test_a_run_is_refits_steps_and_saves_in_their_order(stage: Stage) -> None:
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)))
+    stage.conduct()
+    assert stage.kinds() == ["Refit", "Step", "Refit", "Save", "Step", "Refit", "Save"]
+    refits = [command for command in stage.commands if isinstance(command, Refit)]
+    assert [command.stamp for command in refits] == [Stamp(1, 0), Stamp(1, 1), Stamp(1, 2)]
+    assert refits[0].engines == (EngineAddress("e0", "http://e0"),)
+    assert stage.decided() == {ordinal: ("trained", None) for ordinal in range(4)}
+    footer = newest_footer(stage.run.store)
+    assert footer is not None and footer.totals.trained == 4 and footer.metrics["grad_norm"] == 2.0
+
+
+def test_ledger_is_durable_before_the_refit_and_the_refit_before_the_manifest(stage: Stage) -> None:
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)))
+    store = stage.run.store
+    seen = []
+
+    def look(command: Any) -> None:
+        match command:
+            case Refit(stamp):
+                ledger = store.exists(layout.ledger_step(1, stamp.version)) or stamp.version == 0
+                seen.append(("refit", ledger, read_refit(store, 1, stamp.version) is None))
+            case Save(step):
+                live = read_refit(store, 1, step)
+                seen.append(("save", store.exists(layout.ledger_step(1, step)), live is not None))
+
+    stage.on_command = look
+    stage.conduct()
+    assert seen == [("refit", True, True)] + [("refit", True, True), ("save", True, True)] * 2
+
+
+def test_useless_groups_are_ledgered_while_the_step_is_still_waited_for(stage: Stage) -> None:
+    stage.done = 4
+    stage.steps = 5
+    stage.run.whole(tombstone(0, "RewardError: x"), group(1, versions=(0,)), group(2, versions=(4,)))
+
+    def waiting() -> None:
+        if 0 in stage.decided() and 3 not in stage.run.feed.groups:
+            stage.waiting = lambda: None
+            assert stage.decided() == {0: ("dropped", "RewardError: x"), 1: ("returned", "stale")}
+            assert stage.run.feed.frontier.members(OrdinalState.RETURNED) == [1]
+            stage.run.whole(group(3, versions=(3,)))
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert [name.drops for name in ledger_names(stage.run.store)] == [0, None]
+    assert stage.decided()[2] == stage.decided()[3] == ("trained", None)
+    counts = stage.run.feed.frontier.counts()
+    assert (counts.trained, counts.dropped, counts.returned) == (2, {"RewardError: x": 1}, 1)
+
+
+def test_drops_come_before_the_step_that_was_decided_with_them(stage: Stage) -> None:
+    stage.changes = {"generation": {"flush_seconds": 1000}}
+    stage.steps = 1
+    stage.run.whole(tombstone(0), group(1), group(2))
+    stage.on_command = lambda command: isinstance(command, Step) and seen.append(dict(stage.decided()))
+    seen: list[Any] = []
+    stage.conduct()
+    assert seen == [{0: ("dropped", "RolloutFailed: no engine")}]
+
+
+def test_an_engine_that_replaces_another_is_refitted_alone(stage: Stage) -> None:
+    stage.run.whole(group(0), group(1))
+
+    def waiting() -> None:
+        if stage.kinds()[-1:] == ["Save"]:
+            stage.waiting = lambda: None
+            stage.engine(1, "e1", left=("e0",))
+            stage.run.whole(group(2), group(3))
+
+    stage.waiting = waiting
+    stage.conduct()
+    refits = [command for command in stage.commands if isinstance(command, Refit)]
+    assert [[engine.name for engine in command.engines] for command in refits] == [["e0"], ["e0"], ["e1"]]
+
+
+def test_a_late_engine_is_served_while_the_step_waits(stage: Stage) -> None:
+    stage.steps = 1
+    stage.run.whole(group(0))
+    calls = []
+
+    def waiting() -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            stage.engine(1, "e1")
+        if stage.kinds().count("Refit") == 2:
+            stage.waiting = lambda: None
+            stage.run.whole(group(1))
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert stage.kinds() == ["Refit", "Refit", "Step", "Refit", "Save"]
+    second = stage.commands[1]
+    assert second.stamp == Stamp(1, 0) and [engine.name for engine in second.engines] == ["e0", "e1"]
+
+
+def test_a_refit_that_fails_everywhere_waits_for_another_engine(stage: Stage) -> None:
+    stage.steps = 1
+    stage.failing_refits = 1
+    stage.run.whole(group(0), group(1))
+
+    def waiting() -> None:
+        if stage.kinds() == ["Refit"]:
+            stage.waiting = lambda: None
+            stage.engine(1, "e1")
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert [engine.name for engine in stage.commands[1].engines] == ["e1"]
+    assert {"broken_engines": {"e0": "transfer: gone"}} in stage.reports
+    record = read_refit(stage.run.store, 1, 0)
+    assert record is not None and record.engines == ("e1",)
+
+
+def test_being_stopped_saves_what_was_trained(stage: Stage) -> None:
+    stage.changes = {"checkpointing": {"save_period": 100}}
+    stage.steps = 10
+    stage.run.whole(group(0), group(1), group(2))
+
+    def waiting() -> None:
+        stage.stop = "Step" in stage.kinds()
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert stage.kinds()[-1] == "Save" and stage.commands[-1].step == 1
+    facts = stage.commands[-1].facts
+    assert facts["frontier"]["buffered"] == [2] and facts["pinned"] == [[1, 0, 0]]
+
+
+def test_being_stopped_before_anything_was_trained_saves_nothing(stage: Stage) -> None:
+    stage.stop = True
+    assert stage.conduct() == []
+
+
+def test_decisions_pending_at_a_stop_are_not_lost(stage: Stage) -> None:
+    """Otherwise the checkpoint would hold an ordinal as buffered that no pinned part brings back."""
+    stage.changes = {"generation": {"flush_seconds": 1000}}
+    stage.done, stage.steps = 4, 9
+    stage.run.whole(group(0, versions=(4,)), group(1, versions=(4,)))
+    doomed = stage.run.whole(tombstone(2), group(3, versions=(0,)))
+
+    def waiting() -> None:
+        stage.stop = "Step" in stage.kinds() and stage.run.feed.groups == {}
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert stage.decided()[2][0] == "dropped" and stage.decided()[3] == ("returned", "stale")
+    state = FrontierState.from_json(stage.commands[-1].facts["frontier"])
+    assert state.buffered == [] and stage.commands[-1].facts["pinned"] == [] and doomed.lease == 1
+
+
+def test_a_run_resumes_from_what_its_checkpoint_pins(stage: Stage, tmp_path: Path) -> None:
+    stage.steps = 10
+    stage.run.whole(group(0), group(1), group(2))
+    lost = stage.run.lease(3)
+    stage.waiting = lambda: setattr(stage, "stop", "Save" in stage.kinds())
+    stage.conduct()
+    facts = stage.commands[-1].facts
+    # After its last checkpoint the first attempt still received this; the second must generate it again.
+    stage.run.arrive(lost, group(3), last=True)
+
+    frontier = Frontier.resume(FrontierState.from_json(facts["frontier"]))
+    second = Stage(Run.start(tmp_path / "store", parent=(1, 1), frontier=frontier), done=1, steps=2)
+    second.run.feed.restore([PartName(*part) for part in facts["pinned"]], facts["frontier"]["buffered"])
+    second.engine(0, "f0")
+    assert second.run.feed.frontier.members(OrdinalState.RETURNED) == [3]
+    second.run.whole(group(3, attempt=2))
+    second.conduct()
+    assert second.commands[0].stamp == Stamp(2, 1)
+    rows = read_ledger(stage.run.store).to_pylist()
+    assert [(row["attempt"], row["step"], row["ordinal"]) for row in rows] == [(1, 1, 0), (1, 1, 1), (2, 2, 2), (2, 2, 3)]
+    assert {row["ordinal"]: row["lease_attempt"] for row in rows}[3] == 2
+    footer = newest_footer(stage.run.store)
+    assert footer is not None and footer.totals.trained == 4
+
+
+def test_a_fenced_trainer_writes_nothing_more(stage: Stage, tmp_path: Path) -> None:
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)))
+    stage.on_command = lambda command: isinstance(command, Step) and Run.start(tmp_path / "store")
+    with pytest.raises(Fenced):
+        stage.conduct()
+    assert stage.kinds() == ["Refit", "Step"]
+    assert ledger_names(stage.run.store, all_attempts=True) == []
+
+
+def test_other_ranks_hear_of_a_long_wait(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conductor_module, "IDLE_SECONDS", 0.0)
+    stage.steps = 1
+    stage.run.whole(group(0))
+
+    def waiting() -> None:
+        if stage.kinds()[-2:] == ["Idle", "Idle"]:
+            stage.waiting = lambda: None
+            stage.run.whole(group(1))
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert isinstance(stage.commands[1], Idle) and stage.kinds()[-1] == "Save"
+
+
+def test_waiting_without_end_names_what_is_missing(stage: Stage) -> None:
+    stage.changes = {"training": {"step_timeout_seconds": 0.1}}
+    stage.run.whole(group(0))
+    stage.run.lease(1, 2, 3)
+    with pytest.raises(TrainerStuck, match="1 of 2 are buffered, 3 in flight"):
+        stage.conduct()
+
+
+def test_without_any_engine_the_refit_does_not_wait_for_ever(tmp_path: Path) -> None:
+    stage = Stage(Run.start(tmp_path / "store"))
+    stage.changes = {
+        "pool": {"kind": "local", "start_timeout_seconds": 0.05},
+        "refit": {"transfer_timeout_seconds": 0.05},
+    }
+    with pytest.raises(TrainerStuck, match="no engine took the weights 1.0"):
+        stage.conduct()
+
+
+def test_stale_tokens_are_counted_as_masked_and_in_no_denominator(stage: Stage) -> None:
+    stage.done, stage.steps = 4, 5
+    stage.run.whole(group(0, versions=(1, 2, 4)), group(1, versions=(4,)))
+    stage.conduct()
+    plan = next(command.plan for command in stage.commands if isinstance(command, Step))
+    assert plan.oldest_version == 2
+    assert (plan.denominators.tokens, plan.denominators.sequences, plan.denominators.constant) == (10.0, 4.0, 32.0)
+    row = read_ledger(stage.run.store).to_pylist()[0]
+    assert (row["tokens_generated"], row["tokens_trained"], row["tokens_masked"]) == (6, 4, 2)
+    assert (row["version_min"], row["version_max"], row["lag_max"]) == (1, 4, 2)
+    footer = newest_footer(stage.run.store)
+    assert footer is not None and footer.totals.lag_tokens == {0: 8, 2: 2}
+
+
+def test_fillers_are_planned_and_do_not_reach_the_ledger(stage: Stage) -> None:
+    stage.steps, stage.ranks = 1, 3
+    stage.changes = {"grpo": {"num_prompts_per_step": 2}}
+    long = {"completion": 28}
+    stage.run.whole(group(0, **long), group(1, **long))
+    stage.conduct()
+    plan = next(command.plan for command in stage.commands if isinstance(command, Step))
+    assert plan.places[4:] == [FILLER, FILLER] and plan.advantages[4:] == [0.0, 0.0]
+    assert [len(micro_batch) for micro_batch in plan.micro_batches] == [3, 3]
+    assert all(row for micro_batch in plan.micro_batches for row in micro_batch)
+    assert sorted(stage.decided()) == [0, 1]
+    footer = newest_footer(stage.run.store)
+    assert footer is not None and footer.metrics["completion_tokens_mean"] == 28.0
+    assert plan.denominators.tokens == 4 * 28
+
+
+@pytest.mark.parametrize(("lengths", "rows", "fillers"), [([5], 3, 2), ([5, 5], 2, 0), ([9, 9, 9], 2, 1), ([5, 4], 1, 0)])
+def test_every_rank_has_a_row_in_every_micro_batch(lengths: list[int], rows: int, fillers: int) -> None:
+    plan, added = pack_filled(lengths, rows=rows, token_budget=10)
+    assert added == fillers
+    indices = sorted(index for micro_batch in plan.micro_batches for row in micro_batch for index in row)
+    assert indices == list(range(len(lengths) + fillers))
+    assert all(len(micro_batch) == rows and all(micro_batch) for micro_batch in plan.micro_batches)
+
+
+def test_packing_that_fillers_cannot_help_is_refused() -> None:
+    with pytest.raises(PackingError):
+        pack_filled([3, 0], rows=1, token_budget=10)
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_named(stage: Stage) -> None:
+    stage.run.whole(group(7), group(8, completion=40))
+    with pytest.raises(SequenceTooLong, match="ordinal 8 has 42 tokens, more than packing.token_budget=32"):
+        stage.conduct()
+
+
+def test_slow_refits_leave_the_version_as_it_is_between_them(stage: Stage) -> None:
+    stage.changes = {"refit": {"every_steps": 2}}
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)))
+    stage.conduct()
+    assert stage.kinds() == ["Refit", "Step", "Save", "Step", "Refit", "Save"]
+    assert [command.facts["version"] for command in stage.commands if isinstance(command, Save)] == [0, 1]
+
+
+def test_a_group_that_nobody_could_score_is_dropped_and_others_average_what_was_scored(stage: Stage) -> None:
+    stage.steps = 1
+    stage.run.whole(group(0, rewards=(None, None)), group(1, rewards=(None, 3.0)), group(2, rewards=(0.0, 1.0)))
+    stage.conduct()
+    assert stage.decided()[0] == ("dropped", "no rollout could be scored")
+    metrics = stage.commands[-1].facts["metrics"]
+    assert metrics["reward_mean"] == pytest.approx(4 / 3)
+    assert metrics["zero_variance_share"] == 0.5
+    assert all(math.isfinite(value) for value in metrics.values())

@@ -1,0 +1,159 @@
+"""The feed sees what is durable in the store, each part once, and knows where every ordinal is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_core.schedule.frontier import Frontier, OrdinalState
+from grpo_core.training.feed import PartCache
+from grpo_core.training.step import FILLER, Place
+from storage import layout
+from storage.errors import DamagedShard
+from tests.grpo_core.training.parts import Run, group, tombstone
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.start(tmp_path / "store")
+
+
+def test_leased_ordinals_are_in_flight_until_their_part_is_there(run: Run) -> None:
+    lease = run.lease(0, 1, 2)
+    assert run.feed.poll() and not run.feed.poll()
+    assert run.feed.frontier.members(OrdinalState.IN_FLIGHT) == [0, 1, 2]
+    run.arrive(lease, group(1))
+    assert run.feed.poll() and not run.feed.poll()
+    assert sorted(run.feed.groups) == run.feed.frontier.members(OrdinalState.BUFFERED) == [1]
+    run.arrive(lease, group(0), group(2), last=True)
+    assert run.feed.poll()
+    assert sorted(run.feed.groups) == [0, 1, 2]
+    assert not run.feed.poll()
+
+
+def test_a_group_carries_rewards_versions_and_where_its_rows_are(run: Run) -> None:
+    part = run.whole(group(11), group(4, versions=(1, 3), rewards=(None, 0.5)))
+    run.feed.poll()
+    found = run.feed.groups[4]
+    assert (found.part, found.rows, found.rollouts, found.epoch, found.dataset_index) == (part, (2, 3), (0, 1), 0, 4)
+    assert math.isnan(found.rewards[0]) and found.rewards[1] == 0.5
+    assert (found.oldest_version, found.newest_version, found.failure) == (1, 3, None)
+    (first, _) = run.rows(4)
+    assert first.ids.tolist() == [4] * 5 and first.generated.tolist() == [False, False, True, True, True]
+    assert first.logprobs.tolist() == [0.0, 0.0, -0.5, -0.5, -0.5]
+    assert first.fresh(3).tolist() == [False, False, False, True, True]
+
+
+def test_a_tombstone_is_a_group_with_a_failure(run: Run) -> None:
+    run.whole(tombstone(0, "RewardError: broken"), group(1))
+    run.feed.poll()
+    assert run.feed.groups[0].failure == "RewardError: broken"
+    assert run.feed.groups[1].failure is None
+
+
+def test_a_group_without_a_generated_token_cannot_be_trained(run: Run) -> None:
+    rows = group(0)
+    for row in rows:
+        row["version_spans"], row["loss_mask"] = [], [False] * 5
+    run.whole(rows)
+    run.feed.poll()
+    assert run.feed.groups[0].failure == "no token was generated"
+
+
+def test_a_group_of_which_nothing_could_be_scored_cannot_be_trained(run: Run) -> None:
+    run.whole(group(0, rewards=(None, None)), group(1, rewards=(None, 1.0)))
+    run.feed.poll()
+    assert run.feed.groups[0].failure == "no rollout could be scored"
+    assert run.feed.groups[1].failure is None
+
+
+def test_a_sealed_lease_returns_what_is_missing(run: Run) -> None:
+    lease = run.lease(0, 1, 2)
+    run.arrive(lease, group(1))
+    run.trajectories.seal(lease, (0, 1, 2))
+    run.feed.poll()
+    assert run.feed.frontier.members(OrdinalState.RETURNED) == [0, 2]
+    again = run.lease(0, 2, failure_counts={0: 2})
+    run.arrive(again, group(0), group(2), last=True)
+    run.feed.poll()
+    assert sorted(run.feed.groups) == [0, 1, 2]
+    assert dict(run.feed.frontier.failure_counts) == {0: 2}
+
+
+def test_leases_of_other_attempts_are_not_ours(tmp_path: Path) -> None:
+    Run.start(tmp_path).whole(group(0))
+    later = Run.start(tmp_path, parent=None)
+    assert later.attempt == 2
+    assert not later.feed.poll()
+
+
+def test_pinned_groups_are_taken_up_and_others_of_their_part_are_not(tmp_path: Path) -> None:
+    first = Run.start(tmp_path)
+    part = first.whole(group(0), group(1), group(2))
+    second = Run.start(tmp_path, parent=None)
+    second.feed.restore([part], [0, 2])
+    assert sorted(second.feed.groups) == [0, 2]
+    assert [row.ids[0] for row in second.rows(2)] == [2, 2]
+
+
+def test_a_damaged_part_is_an_error(run: Run) -> None:
+    part = run.whole(group(0))
+    path = run.store.local_path(layout.part(part.attempt, part.lease, part.part))
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DamagedShard, match="lease-000000000"):
+        run.feed.poll()
+
+
+def test_the_cache_reads_parts_it_has_not_seen_and_forgets_those_not_kept(run: Run) -> None:
+    part = run.whole(group(3), group(5))
+    key = layout.part(part.attempt, part.lease, part.part)
+    cache = PartCache(run.trajectories)
+    assert [row.ids[0] for row in cache.rows([Place(key, 3), Place(key, 0)])] == [5, 3]
+    run.store.delete(key)
+    cache.keep([key])
+    assert cache.rows([Place(key, 1)])[0].ids[0] == 3
+    cache.keep([])
+    with pytest.raises(Exception, match="lease-000000000"):
+        cache.rows([Place(key, 1)])
+
+
+def test_a_filler_is_one_token_that_trains_nothing(run: Run) -> None:
+    cache = PartCache(run.trajectories)
+    cache.keep([])
+    (row,) = cache.rows([FILLER])
+    assert len(row.ids) == 1 and not row.generated.any() and not row.fresh(0).any()
+    assert np.isfinite(row.logprobs).all()
+
+
+def test_conservation_holds_at_every_poll(run: Run) -> None:
+    leases = [run.lease(0, 1, 2, 3), run.lease(4, 5)]
+    events = [
+        lambda: run.arrive(leases[0], group(2), tombstone(0)),
+        lambda: run.arrive(leases[1], group(5)),
+        lambda: run.trajectories.seal(leases[0], (0, 1, 2, 3)),
+        lambda: run.whole(group(1), group(3)),
+        lambda: run.arrive(leases[1], group(4), last=True),
+    ]
+    run.feed.poll()
+    for event in events:
+        event()
+        run.feed.poll()
+        counts = run.feed.frontier.counts()
+        assert counts.leased == run.feed.frontier.next_ordinal == 6
+        assert sorted(run.feed.groups) == run.feed.frontier.members(OrdinalState.BUFFERED)
+    assert sorted(run.feed.groups) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_resumed_frontier_agrees_with_the_restored_groups(tmp_path: Path) -> None:
+    first = Run.start(tmp_path)
+    part = first.whole(group(0), group(1), group(2))
+    first.feed.poll()
+    first.feed.frontier.trained([1], 1)
+    state = first.feed.frontier.checkpoint()
+    second = Run.start(tmp_path, parent=(1, 1), frontier=Frontier.resume(state))
+    second.feed.restore([part], state.buffered)
+    assert sorted(second.feed.groups) == second.feed.frontier.members(OrdinalState.BUFFERED) == [0, 2]

@@ -1,0 +1,88 @@
+"""Whole runs of the real command that nobody disturbs, and what may be done with them afterwards."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.conftest import MakeDriver
+from tests.scenarios.run_driver import RunDriver, assert_one_sentence, steps_done
+from tests.scenarios.soundness import assert_same_bits, assert_sound, attempts, checkpoint_tensors
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[RunDriver]:
+    """A run that has reached its end, evaluated at both ends."""
+    evaluation = {"at_start": True, "at_end": True, "samples": 8}
+    driver = RunDriver(tmp_path_factory.mktemp("finished"), cache, {"evaluation": evaluation})
+    try:
+        assert driver.run() == 0, driver.errors
+        yield driver
+    finally:
+        driver.clean_up()
+
+
+def test_uninterrupted_run_accounts_for_every_ordinal(finished: RunDriver) -> None:
+    assert_sound(finished)
+    assert attempts(finished.store) == 1
+    assert finished.output.count("held-out reward of version") == 2
+    assert finished.orphans() == []
+
+
+def test_second_call_on_a_finished_run_does_nothing(finished: RunDriver) -> None:
+    directory = finished.directory / "store"
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+    process = finished.start()
+    seen: set[int] = set()
+    while process.poll() is None:
+        seen |= {child.pid for child in finished.processes()}
+    assert process.returncode == 0, finished.errors
+    assert "finished: 6 steps" in finished.output
+    assert seen <= {process.pid}, "a process was started"
+    written = {path for path in directory.rglob("*") if path.is_file() and before.get(path) != path.stat().st_mtime_ns}
+    assert {path.name for path in written} <= {"report.html"}
+
+
+def test_changed_optimizer_is_refused_by_name(finished: RunDriver) -> None:
+    assert finished.run("--set", "optimizer.learning_rate=0.5") == 1
+    assert "optimizer.learning_rate" in finished.errors
+    assert_one_sentence(finished.errors)
+    assert attempts(finished.store) == 1
+    assert finished.orphans() == []
+
+
+def test_finished_run_goes_on_to_a_higher_number_of_steps(finished: RunDriver, tmp_path: Path) -> None:
+    shutil.copytree(finished.directory, tmp_path / "longer")
+    longer = RunDriver(tmp_path / "longer", finished.cache, {"grpo": {"max_num_steps": 8}})
+    longer.recipe["data"] = finished.recipe["data"]
+    try:
+        assert longer.run() == 0, longer.errors
+        assert attempts(longer.store) == 2
+        assert_sound(longer)
+    finally:
+        longer.clean_up()
+
+
+def test_two_ranks_reach_the_end(make_driver: MakeDriver) -> None:
+    driver = make_driver(settings={"training": {"ranks": 2}})
+    driver.start()
+    driver.wait_for(lambda store: len(driver.find("trainer rank")) == 2)
+    assert driver.finish() == 0, driver.errors
+    assert_sound(driver)
+    assert driver.orphans() == []
+
+
+def test_window_0_is_deterministic_and_a_kill_changes_no_bit(make_driver: MakeDriver) -> None:
+    settings = {"grpo": {"max_num_steps": 4, "async_grpo": {"max_trajectory_age_steps": 0}}}
+    first, second, killed = (make_driver(name, settings) for name in ("first", "second", "killed"))
+    assert first.run() == 0, first.errors
+    assert second.run() == 0, second.errors
+    killed.start()
+    killed.wait_for(lambda store: attempts(store) == 1 and steps_done(3)(store))
+    killed.kill("flow")
+    assert killed.run() == 0, killed.errors
+    for driver in (first, second, killed):
+        assert_sound(driver)
+    assert_same_bits(checkpoint_tensors(second.store), checkpoint_tensors(first.store))
+    assert_same_bits(checkpoint_tensors(killed.store), checkpoint_tensors(first.store))
