@@ -44,18 +44,19 @@ class Summary:
 def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) -> Summary:
     """Run or continue a run. Raise Stopped when asked to stop, and a typed error with one sentence otherwise."""
     store = open_store(config)
+    check_owner(store, take_over=take_over)
     splits = load_splits(config.data)
     logs = log_directory(config, store)
     with ExitStack() as stack:
         policy = stack.enter_context(PolicyPreparation(config, logs, control))
+        rewards = stack.enter_context(RewardWorkers(config.rewards))
         chat = Chat(policy.skeleton(), config.generation.chat_template_kwargs)
         canary = canary_tokens((chat.render(row.messages) for row in splits.train), config.model.context_length)
+        # Before the run is recorded, because a recorded run could not be continued with another function.
+        rewards.check()
         run = open_run(config, store, splits, tokenizer_digest=chat.digest(), canary=canary)
         if is_finished(run.config, run.store, run.steps):
             return summarise(run.config, store, run.steps)
-        check_owner(store, take_over=take_over)
-        rewards = stack.enter_context(RewardWorkers(config.rewards))
-        rewards.check()
         router = Pool()
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
         Pipeline(run, chat, engines, router, rewards, control, logs).finish(policy.initial)

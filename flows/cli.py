@@ -321,3 +321,7 @@ def chat_of(store: ObjectStore) -> Chat:
 def report_path(store: ObjectStore, run_id: str) -> Path:
     """Where the report of a run goes unless a file is named: beside the run, or into the working directory."""
     return store.local_path("report.html") or Path(f"{run_id}-report.html")
+
+
+if __name__ == "__main__":
+    app()

@@ -20,15 +20,13 @@ from prefect.exceptions import ObjectAlreadyExists, PrefectException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
+from flows.server import DeployError
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 PREFECT_FILE = Path("deployments") / "prefect.yaml"
 # A run takes the whole machine. The limit sits at the pool, where it needs no leases: they would not outlive the server.
 RUNS_AT_A_TIME = 1
 DEPLOY_SECONDS = 300.0
-
-
-class DeployError(RuntimeError):
-    """The deployments could not be registered; the message says why and what to do."""
 
 
 def deploy(server_url: str | None = None) -> list[str]:

@@ -147,6 +147,8 @@ class Pipeline:
                 time.sleep(POLL_SECONDS)
             self._observe(attempt)
             if status != 0:
+                # A trainer that a newer attempt fenced died as it should; another one from here would fence that attempt.
+                fence.check()
                 raise attempt.trainer.failure()
             self._last_evaluation(attempt)
         finally:

@@ -1,4 +1,7 @@
-"""The Prefect server of a laptop: SQLite, loopback, started when no other is configured and stopped with the run."""
+"""The Prefect server of a laptop: SQLite, loopback, started when no other is configured and stopped with the run.
+
+Imports no Prefect, so that the command line can name these errors before it knows which server to talk to.
+"""
 
 import os
 import sys
@@ -18,13 +21,17 @@ class ServerFailed(RuntimeError):
     """The Prefect server did not start; the message shows its last lines."""
 
 
-# What a server and its clients need beside multi-day jobs: leases of limits that survive a restart, a first start that
-# may take its time, a bounded queue of events, and no telemetry.
+class DeployError(RuntimeError):
+    """The deployments could not be registered; the message says why and what to do."""
+
+
+# What a server needs beside multi-day jobs: leases of limits that survive a restart, a bounded queue of events, and
+# neither telemetry nor advertisements. deployments/prefect.env says the same for a server that somebody starts by hand.
 SETTINGS = {
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
     "PREFECT_EVENTS_WORKER_MAX_QUEUE_SIZE": "10000",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "DO_NOT_TRACK": "1",
 }
 

@@ -42,7 +42,7 @@ REQUEST_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
 # What may go wrong between us and a server that is away or of another age; everything else is a fault of ours.
 SERVER_AWAY = (httpx.HTTPError, PrefectException, OSError, ValueError)
-# How a process ends that has done its work, or was told to stop.
+# How a process ends that has done its work, or was told to stop because the others have.
 GOOD_ENDS = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -62,11 +62,12 @@ def evaluate_version(work: Callable[[], Evaluation]) -> Evaluation:
 
 
 @task(name="process", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-def watch_process(poll: Callable[[], int | None], name: str) -> State[Any]:
+def watch_process(poll: Callable[[], int | None], stopping: Callable[[], bool], name: str) -> State[Any]:
     """A bar in the timeline for as long as a child process lives; the supervisor itself decides about it."""
     while (status := poll()) is None:
         time.sleep(0.5)
-    if status in GOOD_ENDS:
+    # A process that is told to stop may say so by its status: torchrun exits with 1.
+    if status in GOOD_ENDS or stopping():
         return Completed(message=f"{name} ended")
     return Failed(message=f"{name} exited with status {status}" if status > 0 else f"{name} was killed by {-status}")
 
@@ -129,7 +130,7 @@ class PrefectControl:
         return evaluate_version(work=quoted(work))
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
-        watch_process.submit(poll=quoted(poll), name=name)
+        watch_process.submit(poll=quoted(poll), stopping=quoted(lambda: self.wish() != "run"), name=name)
 
     def show(self, progress: Progress) -> None:
         self._newest = progress

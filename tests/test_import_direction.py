@@ -48,8 +48,9 @@ def test_packages_import_only_downwards(path: Path) -> None:
 
 def test_contracts_import_without_the_heavy_libraries() -> None:
     contracts = ["config", "recipe", "prompts", "schedule.window", "schedule.frontier", "rollout.reconcile"]
-    script = "import sys, importlib\nsys.modules |= dict.fromkeys(['torch', 'vllm', 'prefect', 'transformers'])\n" + "\n".join(
-        f"importlib.import_module('grpo_core.{name}')" for name in contracts
+    script = (
+        "import sys, importlib\nsys.modules |= dict.fromkeys(['torch', 'vllm', 'prefect', 'transformers'])\n"
+        + "\n".join(f"importlib.import_module('grpo_core.{name}')" for name in contracts)
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -58,7 +59,9 @@ def test_contracts_import_without_the_heavy_libraries() -> None:
 def test_storage_imports_without_torch() -> None:
     names = [name_of(path).removesuffix(".py").replace("/", ".") for path in MODULES if path.parts[-2] == "storage"]
     blocked = ["torch", "vllm", "prefect", "transformers", "grpo_core", "flows"]
-    script = f"import sys, importlib\nsys.modules |= dict.fromkeys({blocked})\n[importlib.import_module(n) for n in {names}]"
+    script = (
+        f"import sys, importlib\nsys.modules |= dict.fromkeys({blocked})\n[importlib.import_module(n) for n in {names}]"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -98,7 +101,9 @@ def read_names() -> set[str]:
 
 def test_every_key_is_read_by_some_code() -> None:
     known = read_names()
-    assert [f"{section.__name__}.{key}" for section in SECTIONS for key in section.model_fields if key not in known] == []
+    assert [
+        f"{section.__name__}.{key}" for section in SECTIONS for key in section.model_fields if key not in known
+    ] == []
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

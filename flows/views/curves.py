@@ -4,8 +4,6 @@ Contract: each function returns one `<svg>` element that holds no script, no sty
 anything outside; its label is escaped. Steps are on the x axis everywhere.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import re

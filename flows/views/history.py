@@ -4,8 +4,6 @@ Contract: in the living history each ordinal appears exactly once, with its newe
 wrote are shown only when asked for. Reads every ledger file, but of the shards only those that are still buffered.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Contract: the page requests nothing, runs no script, and shows every text of a r
 have yet is left out with a word. Long runs are sampled: the cost is bounded but for the listing of names.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

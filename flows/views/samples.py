@@ -4,8 +4,6 @@ Contract: rewards come from a bounded number of ledger files spread over the liv
 chosen rollouts are read; the choice depends on the run alone, so the same run gives the same samples.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Contract: only the ends of ledger files and small records are read, never rows. 
 that were not finite, are missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

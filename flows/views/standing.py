@@ -7,8 +7,6 @@ its newest event put it; events are ordered by (attempt of the lease, lease, lea
 Invariant: the cost is that of the window and of the steps since the last checkpoint, whatever the length of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Totals come from the newest ledger footer, the frontier from `flows.views.standing`, rates from the last few steps.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any, Literal

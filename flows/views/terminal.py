@@ -4,8 +4,6 @@ A rollout may hold escape sequences, rich markup, or characters that reverse the
 invisible ones become visible; markup is harmless in a `Text`.
 """
 
-from __future__ import annotations
-
 import unicodedata
 
 from rich.text import Text

@@ -5,8 +5,6 @@ trainer about that group, dead branches included and marked. Works for an ordina
 records, but of the ledger only the files from the version of a lease's stamp on, until the decision is found.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Every text of a rollout is shown literally (`flows.views.terminal`): it may hold markup or escape sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any

@@ -1,11 +1,9 @@
 """One real Prefect server and one real worker for the session, in a home directory of their own."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +11,6 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-
-# Before anything imports Prefect: it reads its settings once.
-PREFECT_HOME = Path(tempfile.mkdtemp(prefix="forebay-prefect-"))
-os.environ["PREFECT_HOME"] = str(PREFECT_HOME)
-
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -43,20 +36,24 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("prefect")
     port = free_port(HOST)
     url = f"http://{HOST}:{port}"
-    log = tmp_path_factory.mktemp("prefect") / "server.log"
-    environment = {**os.environ, **SETTINGS, "PREFECT_UI_API_URL": f"{url}/api"}
-    with log.open("wb") as output:
-        process = start(["server", "start", "--host", HOST, "--port", str(port)], environment, output)
-    deadline = time.monotonic() + START_SECONDS
-    while not responds(f"{url}/api/health"):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
-        time.sleep(0.2)
-    with temporary_settings({PREFECT_API_URL: f"{url}/api"}):
-        yield Server(url, process)
-    stop(process)
-    shutil.rmtree(PREFECT_HOME, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch, temporary_settings({PREFECT_API_URL: f"{url}/api"}):
+        # For everything that the tests start; this process reads nothing from there.
+        patch.setenv("PREFECT_HOME", str(home))
+        environment = {**os.environ, **SETTINGS, "PREFECT_UI_API_URL": f"{url}/api"}
+        log = home / "server.log"
+        with log.open("wb") as output:
+            process = start(["server", "start", "--host", HOST, "--port", str(port)], environment, output)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not responds(f"{url}/api/health"):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+                time.sleep(0.2)
+            yield Server(url, process)
+        finally:
+            stop(process)
 
 
 @pytest.fixture(scope="session")

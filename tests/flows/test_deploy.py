@@ -11,8 +11,8 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import deploy as module
-from flows.deploy import CHECKOUT, PREFECT_FILE, DeployError, api_url, deploy, read_deployments
-from flows.server import SETTINGS
+from flows.deploy import CHECKOUT, PREFECT_FILE, api_url, deploy, read_deployments
+from flows.server import SETTINGS, DeployError
 from grpo_core import recipe
 from grpo_core.config import RunConfig
 from tests.flows.conftest import POOL, Server

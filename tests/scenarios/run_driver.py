@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +37,8 @@ REPOSITORY = Path(__file__).parents[2]
 FOREBAY = str(Path(sys.executable).parent / "forebay")
 MARK = "FOREBAY_SCENARIO"
 RUN_ID = "scenario"
-WAIT_SECONDS = 90.0
-POLL_SECONDS = 0.02
+WAIT_SECONDS = 240.0
+POLL_SECONDS = 0.05
 
 Part = Literal["flow", "torchrun", "trainer rank", "engine"]
 Predicate = Callable[[ObjectStore], bool]
@@ -97,8 +98,9 @@ class RunDriver:
         }
         self.recipe = merged(merged(RECIPE, own), self.settings)
 
-    @property
+    @cached_property
     def store(self) -> ObjectStore:
+        """The run's store; opening it creates it."""
         return ObjectStore.open(layout.run_root(self.recipe["storage"]["root"], self.recipe["run_id"]))
 
     def start(self, *options: str) -> subprocess.Popen[str]:

@@ -134,7 +134,9 @@ def test_no_trained_group_is_wholly_stale_and_every_decision_is_single(
 
 
 def test_settings_come_from_the_run_config() -> None:
-    grpo = GRPOConfig(num_prompts_per_step=5, async_grpo=AsyncGRPOConfig(max_trajectory_age_steps=4, stale_policy="drop"))
+    grpo = GRPOConfig(
+        num_prompts_per_step=5, async_grpo=AsyncGRPOConfig(max_trajectory_age_steps=4, stale_policy="drop")
+    )
     assert Window.of(grpo, RefitConfig(every_steps=3), steps=8) == Window(5, 4, 3, 8, "drop")
 
 

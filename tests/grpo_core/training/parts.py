@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_core.schedule.frontier import Frontier
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import Feed, PartCache
-from grpo_core.schedule.frontier import Frontier
 from storage import schema
 from storage.attempts import claim_next
 from storage.layout import PartName

@@ -78,9 +78,7 @@ def _rank(rank: int, world: int, directory: str, answers: Any, work: Callable[..
 
 def policy_of(directory: Path) -> tuple[Policy, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = load_policy(
-        directory, dtype=torch.float32, temperature=0.9, mesh=mesh, activation_checkpointing=False
-    )
+    policy = load_policy(directory, dtype=torch.float32, temperature=0.9, mesh=mesh, activation_checkpointing=False)
     return policy, make_optimizer(policy, OPTIMIZER)
 
 

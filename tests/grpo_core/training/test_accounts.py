@@ -51,7 +51,11 @@ def test_a_rollout_of_several_sequences_has_one_advantage_and_all_its_tokens() -
 def test_a_group_that_is_all_stale_has_no_lag() -> None:
     plan = StepPlan(9, [Place("part", 0), Place("part", 1)], [0.0, 0.0], [[[0, 1]]], 8, Denominators(0.0, 0.0), 0.1)
     account = step_rows(plan, [group(7)], [row(1), row(2)], StepResult(0, 0, {}, 0, {}), version=9, logprobs=True)
-    assert (account.rows[0]["lag_mean"], account.rows[0]["lag_max"], account.rows[0]["tokens_trained"]) == (None, None, 0)
+    assert (account.rows[0]["lag_mean"], account.rows[0]["lag_max"], account.rows[0]["tokens_trained"]) == (
+        None,
+        None,
+        0,
+    )
     assert account.metrics["masked_token_share"] == 1.0
 
 

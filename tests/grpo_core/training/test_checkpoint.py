@@ -74,7 +74,11 @@ def test_no_file_is_a_pickle(saved: dict[int, Saved], world: int) -> None:
             with safe_open(path, "pt") as tensors:
                 names |= set(tensors.keys())
     assert any(name.startswith("model.") for name in names)
-    assert {name.rsplit(".", 1)[1] for name in names if name.startswith("optimizer.")} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {name.rsplit(".", 1)[1] for name in names if name.startswith("optimizer.")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
 
 
 def test_a_policy_that_no_step_has_touched_can_be_saved_and_loaded(policy: Path, tmp_path: Path) -> None:

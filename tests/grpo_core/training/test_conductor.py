@@ -33,8 +33,8 @@ from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.attempts import Fence
 from storage.errors import Fenced
-from storage.ledger import LedgerWriter, Totals, ledger_names, newest_footer, read_ledger
 from storage.layout import PartName
+from storage.ledger import LedgerWriter, Totals, ledger_names, newest_footer, read_ledger
 from storage.pool import PoolChange, read_refit, write_pool_change
 from tests.grpo_core.training.parts import Run, group, tombstone
 
@@ -177,7 +177,7 @@ def test_useless_groups_are_ledgered_while_the_step_is_still_waited_for(stage: S
     def waiting() -> None:
         if 0 in stage.decided() and 3 not in stage.run.feed.groups:
             stage.waiting = lambda: None
-            assert stage.decided() == {0: ("dropped", "RewardError: x"), 1: ("returned", "stale")}
+            assert stage.decided() == {0: ("dropped", "generation_failed"), 1: ("returned", "stale")}
             assert stage.run.feed.frontier.members(OrdinalState.RETURNED) == [1]
             stage.run.whole(group(3, versions=(3,)))
 
@@ -186,7 +186,7 @@ def test_useless_groups_are_ledgered_while_the_step_is_still_waited_for(stage: S
     assert [name.drops for name in ledger_names(stage.run.store)] == [0, None]
     assert stage.decided()[2] == stage.decided()[3] == ("trained", None)
     counts = stage.run.feed.frontier.counts()
-    assert (counts.trained, counts.dropped, counts.returned) == (2, {"RewardError: x": 1}, 1)
+    assert (counts.trained, counts.dropped, counts.returned) == (2, {"generation_failed": 1}, 1)
 
 
 def test_drops_come_before_the_step_that_was_decided_with_them(stage: Stage) -> None:
@@ -196,7 +196,7 @@ def test_drops_come_before_the_step_that_was_decided_with_them(stage: Stage) -> 
     stage.on_command = lambda command: isinstance(command, Step) and seen.append(dict(stage.decided()))
     seen: list[Any] = []
     stage.conduct()
-    assert seen == [{0: ("dropped", "RolloutFailed: no engine")}]
+    assert seen == [{0: ("dropped", "generation_failed")}]
 
 
 def test_an_engine_that_replaces_another_is_refitted_alone(stage: Stage) -> None:
@@ -308,7 +308,12 @@ def test_a_run_resumes_from_what_its_checkpoint_pins(stage: Stage, tmp_path: Pat
     second.conduct()
     assert second.commands[0].stamp == Stamp(2, 1)
     rows = read_ledger(stage.run.store).to_pylist()
-    assert [(row["attempt"], row["step"], row["ordinal"]) for row in rows] == [(1, 1, 0), (1, 1, 1), (2, 2, 2), (2, 2, 3)]
+    assert [(row["attempt"], row["step"], row["ordinal"]) for row in rows] == [
+        (1, 1, 0),
+        (1, 1, 1),
+        (2, 2, 2),
+        (2, 2, 3),
+    ]
     assert {row["ordinal"]: row["lease_attempt"] for row in rows}[3] == 2
     footer = newest_footer(stage.run.store)
     assert footer is not None and footer.totals.trained == 4
@@ -386,7 +391,9 @@ def test_fillers_are_planned_and_do_not_reach_the_ledger(stage: Stage) -> None:
     assert plan.denominators.tokens == 4 * 28
 
 
-@pytest.mark.parametrize(("lengths", "rows", "fillers"), [([5], 3, 2), ([5, 5], 2, 0), ([9, 9, 9], 2, 1), ([5, 4], 1, 0)])
+@pytest.mark.parametrize(
+    ("lengths", "rows", "fillers"), [([5], 3, 2), ([5, 5], 2, 0), ([9, 9, 9], 2, 1), ([5, 4], 1, 0)]
+)
 def test_every_rank_has_a_row_in_every_micro_batch(lengths: list[int], rows: int, fillers: int) -> None:
     plan, added = pack_filled(lengths, rows=rows, token_budget=10)
     assert added == fillers
@@ -418,7 +425,7 @@ def test_a_group_that_nobody_could_score_is_dropped_and_others_average_what_was_
     stage.steps = 1
     stage.run.whole(group(0, rewards=(None, None)), group(1, rewards=(None, 3.0)), group(2, rewards=(0.0, 1.0)))
     stage.conduct()
-    assert stage.decided()[0] == ("dropped", "no rollout could be scored")
+    assert stage.decided()[0] == ("dropped", "generation_failed")
     metrics = stage.commands[-1].facts["metrics"]
     assert metrics["reward_mean"] == pytest.approx(4 / 3)
     assert metrics["zero_variance_share"] == 0.5

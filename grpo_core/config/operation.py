@@ -1,0 +1,146 @@
+"""How and where a run is carried out: trainer, refits, checkpoints, evaluation, store, engines, logging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from grpo_core.config.section import Section
+
+
+class TrainingConfig(Section):
+    """The trainer group."""
+
+    ranks: PositiveInt = Field(1, description="Processes of the torchrun group on this machine")
+    nodes: PositiveInt = Field(
+        1, description="Machines of the torchrun group; the other machines run the same torchrun line"
+    )
+    rendezvous: str | None = Field(
+        None, pattern=r"^[\w.-]+:\d+$", description="host:port of the first machine, for more than one"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What the trainer computes on")
+    threads: PositiveInt = Field(1, description="CPU threads of each rank")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass, to save memory"
+    )
+    step_timeout_seconds: float = Field(
+        1800, gt=0, description="Longest time without progress before the trainer is called stuck"
+    )
+    python: Path | None = Field(None, description="Interpreter of the trainer, for an environment of its own")
+
+    @model_validator(mode="after")
+    def _rendezvous(self) -> TrainingConfig:
+        if self.nodes > 1 and self.rendezvous is None:
+            raise ValueError(f"training.nodes={self.nodes} needs training.rendezvous=host:port of the first machine")
+        return self
+
+
+class RefitConfig(Section):
+    """Moving weights into the engines."""
+
+    backend: Literal["gloo", "nccl", "ipc"] = Field(
+        "gloo",
+        description="gloo: CPU engines; nccl: engines with GPUs of their own; ipc: engine and trainer share one GPU",
+    )
+    wire_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the weights on their way")
+    every_steps: PositiveInt = Field(1, description="Optimizer steps from one version to the next")
+    control_timeout_seconds: float = Field(60, gt=0, description="Longest time for one control call")
+    transfer_timeout_seconds: float = Field(300, gt=0, description="Longest time for the transfer to one engine")
+    canary_tolerance: float = Field(
+        1e-4, gt=0, description="Largest log-prob difference (nats) between trainer and engine after a refit"
+    )
+
+
+class CheckpointingConfig(Section):
+    """What survives a crash."""
+
+    save_period: PositiveInt = Field(10, description="Steps from one checkpoint to the next")
+    keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
+    keep_top_k: int = Field(1, ge=0, description="Best checkpoints kept beside the newest")
+    metric_name: str = Field(
+        "reward_mean", description="Metric of a step by which checkpoints are ranked; higher is better"
+    )
+    load_replay_buffer: bool = Field(
+        True, description="Resume with the buffered groups; otherwise they are generated again"
+    )
+
+
+class EvaluationConfig(Section):
+    """The held-out split, sampled at the training temperature and, beside it, greedily."""
+
+    at_start: bool = Field(True, description="Evaluate version 0")
+    at_end: bool = Field(True, description="Evaluate the last version")
+    samples: PositiveInt = Field(512, description="Sampled completions of one evaluation")
+    greedy: bool = Field(True, description="Also decode every prompt once at temperature 0")
+
+
+class StorageConfig(Section):
+    """The object store."""
+
+    root: str = Field("./forebay-runs", min_length=1, description="Any fsspec URL or a local directory")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the fsspec file system; no secrets: they end in run.json"
+    )
+    client: Literal["fsspec", "obstore"] = Field(
+        "fsspec", description="obstore needs the extra `fast` and costs a tenth of the CPU per request"
+    )
+
+
+class LocalPool(Section):
+    """Engines started and supervised by the flow."""
+
+    kind: Literal["local"] = "local"
+    engines: PositiveInt = Field(1, description="Number of engines")
+    host: str = Field(
+        "127.0.0.1", description="The control routes are not authenticated: leave loopback only on a network you trust"
+    )
+    port: int = Field(0, ge=0, le=65535, description="Of the first engine; 0: free ports")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What the engines compute on")
+    gpus: tuple[tuple[int, ...], ...] = Field((), description="GPU numbers of each engine; empty: all visible ones")
+    threads: PositiveInt = Field(1, description="CPU threads of each engine")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share one engine's layers")
+    max_num_seqs: PositiveInt = Field(64, description="Sequences of one engine step; more requests wait in the engine")
+    max_num_batched_tokens: PositiveInt = Field(
+        8192, description="Tokens of one engine step; raised to model.context_length where that is more"
+    )
+    kv_cache_bytes: PositiveInt | None = Field(None, description="Default: the engine's own choice")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory that an engine takes")
+    enforce_eager: bool = Field(False, description="Run without CUDA graphs: a faster start, slower tokens")
+    extra_arguments: tuple[str, ...] = Field((), description="More arguments of `vllm serve`")
+    start_timeout_seconds: float = Field(
+        600, gt=0, description="Longest time for an engine to start, and for a request to wait for one"
+    )
+    max_restarts: int = Field(3, ge=0, description="Restarts of one engine before the run fails")
+    python: Path | None = Field(None, description="Interpreter of the engines, for an environment of its own")
+
+    @model_validator(mode="after")
+    def _one_set_each(self) -> LocalPool:
+        if self.gpus and len(self.gpus) != self.engines:
+            raise ValueError(
+                f"pool.gpus names {len(self.gpus)} sets for pool.engines={self.engines}; give one set for each engine"
+            )
+        return self
+
+
+class ExternalPool(Section):
+    """Engines that somebody else runs."""
+
+    kind: Literal["external"] = "external"
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://")], ...] = Field(
+        min_length=1, description="Addresses of the engines"
+    )
+    start_timeout_seconds: float = Field(
+        600, gt=0, description="Longest time for an engine to answer, and for a request to wait for one"
+    )
+
+
+class LoggingConfig(Section):
+    """What is shown and kept."""
+
+    progress_seconds: float = Field(1.0, gt=0, description="Refresh of the live view and of the progress records")
+    artifact_seconds: float = Field(30.0, gt=0, description="Refresh of the Prefect artifacts")
+    trainer_logprobs: bool = Field(
+        True, description="Keep the trainer's own log-probs in the ledger, for `forebay trace`"
+    )
