@@ -28,7 +28,11 @@ def run_window(window: int, steps: int, root: str) -> dict[str, float]:
     """Train with one window and read where the time went."""
     name = f"asynchrony-window-{window}"
     settings = (f"grpo.max_num_steps={steps}", f"grpo.async_grpo.max_trajectory_age_steps={window}")
-    overrides = [argument for setting in (*settings, "evaluation.at_start=false", "evaluation.at_end=false") for argument in ("--set", setting)]
+    overrides = [
+        argument
+        for setting in (*settings, "evaluation.at_start=false", "evaluation.at_end=false")
+        for argument in ("--set", setting)
+    ]
     arguments = ["train", str(RECIPE), "--run-id", name, "--root", root, "--no-prefect", *overrides]
     subprocess.run([sys.executable, "-m", "flows.cli", *arguments], check=True)
     return read_window(ObjectStore.open(layout.run_root(root, name), read_only=True), window)
@@ -58,7 +62,9 @@ def busy_seconds(store: ObjectStore) -> float:
     spans = set()
     for key in store.list(layout.trajectories_prefix(1), recursive=True):
         table, _ = decode(store.get(key), ["submitted_at", "finished_at"], name=key)
-        spans |= set(zip(table.column("submitted_at").to_pylist(), table.column("finished_at").to_pylist(), strict=True))
+        spans |= set(
+            zip(table.column("submitted_at").to_pylist(), table.column("finished_at").to_pylist(), strict=True)
+        )
     busy, end = 0.0, 0.0
     for start, finish in sorted(spans):
         busy += max(0.0, finish - max(start, end))

@@ -48,7 +48,12 @@ def measure() -> list[dict[str, float | str]]:
     read = time.process_time()
     million = SEQUENCES * TOKENS / 1e6
     return [
-        {"case": f"shard of {million:.1f}M tokens, size", "ours": len(ours) / 2**20, "theirs": sink.tell() / 2**20, "unit": "MiB"},
+        {
+            "case": f"shard of {million:.1f}M tokens, size",
+            "ours": len(ours) / 2**20,
+            "theirs": sink.tell() / 2**20,
+            "unit": "MiB",
+        },
         {"case": "encode, digests included", "ours": encoded - began, "theirs": written - decoded, "unit": "s"},
         {"case": "decode, verified", "ours": decoded - encoded, "theirs": read - written, "unit": "s"},
     ]

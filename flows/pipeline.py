@@ -35,7 +35,6 @@ from storage.attempts import AttemptClaim, Fence
 from storage.errors import ObjectMissing
 from storage.trajectories import TrajectoryStore
 
-POLL_SECONDS = 0.05
 # A trainer that dies twice within this time has a fault that a third start would only repeat.
 PATIENCE_SECONDS = 600.0
 TRAINER_GRACE_SECONDS = 12.0
@@ -118,13 +117,14 @@ class Pipeline:
             self._engines.probe()
             self._heed(None)
             self._show(None, "starting engines")
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._run.store.poll_seconds)
 
     def _attempt(self, policy: Path) -> None:
         """One life of the trainer. Raise ChildFailed when it dies."""
         parent = newest_checkpoint(self._run, self._control.warn)
         claim = claim_attempt(self._run, parent)
         self._engines.begin_attempt()
+        failure_file(self._logs).unlink(missing_ok=True)
         fence = Fence(self._run.store, claim.attempt)
         attempt = Attempt(
             claim=claim,
@@ -144,17 +144,24 @@ class Pipeline:
         try:
             while (status := attempt.trainer.poll()) is None:
                 self._round(attempt, fence)
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._run.store.poll_seconds)
             self._observe(attempt)
             if status != 0:
                 # A trainer that a newer attempt fenced died as it should; another one from here would fence that attempt.
                 fence.check()
-                raise attempt.trainer.failure()
+                raise self._trainer_failure(attempt.trainer)
             self._last_evaluation(attempt)
         finally:
             attempt.stop.set()
             attempt.trainer.stop()
             self._show(attempt, "stopping", now=True)
+
+    def _trainer_failure(self, trainer: Child) -> ChildFailed:
+        """What ended the trainer: a rank's own words if it left any, because torchrun's last lines are about torchrun."""
+        words = failure_file(self._logs)
+        if words.exists():
+            return ChildFailed(f"the trainer failed: {words.read_text(encoding='utf-8')}; see {trainer.command.log}")
+        return trainer.failure()
 
     def _round(self, attempt: Attempt, fence: Fence) -> None:
         self._heed(attempt)
@@ -344,6 +351,11 @@ def _any_set(*events: threading.Event) -> bool:
     return any(event.is_set() for event in events)
 
 
+def failure_file(logs: Path) -> Path:
+    """Where the first rank that fails says why."""
+    return logs / "trainer.failure"
+
+
 def trainer_command(run: Run, attempt: int, policy: Path, logs: Path) -> Command:
     """The torchrun group of one attempt. Pure."""
     config = run.config
@@ -363,6 +375,7 @@ def trainer_command(run: Run, attempt: int, policy: Path, logs: Path) -> Command
         *(python, "-m", "torch.distributed.run", *group, "-m", "grpo_core.training"),
         *("--root", config.storage.root, "--run-id", config.run_id, "--attempt", str(attempt), "--policy", str(policy)),
         *("--storage-options", json.dumps(config.storage.options), "--storage-client", config.storage.client),
+        *("--failure-file", str(failure_file(logs))),
     ]
     environment = {
         **os.environ,

@@ -51,6 +51,9 @@ _HOPELESS = (
 )
 
 
+LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS = 0.03, 0.5
+
+
 class Objects(Protocol):
     """What a kind of storage must offer. Keys are already checked; errors are Python's own."""
 
@@ -171,6 +174,11 @@ class ObjectStore:
         _check_prefix(key)
         objects = self._current()
         return objects.root / key if isinstance(objects, LocalObjects) else None
+
+    @property
+    def poll_seconds(self) -> float:
+        """A fair pause between two looks at the store: short for a directory, longer where each look is a request."""
+        return LOCAL_POLL_SECONDS if self.local_path("") is not None else REMOTE_POLL_SECONDS
 
     def upload(self, directory: Path, prefix: str) -> Keys:
         """Copy every file below a local directory to `prefix`; return their keys. Each file appears atomically."""

@@ -231,9 +231,7 @@ class Engine:
         timeout = timedelta(seconds=info["timeout_seconds"])
         self._store = TCPStore(info["host"], info["port"], is_master=False, timeout=timeout)
         self._store.set(f"{JOINED}/1", "1")
-        self._group = join_group(
-            PrefixStore("group", self._store), 1, info["world_size"], info["host"], timeout
-        )
+        self._group = join_group(PrefixStore("group", self._store), 1, info["world_size"], info["host"], timeout)
 
     def update(self, info: Mapping[str, Any]) -> None:
         """Receive all weights, check them, then take them; blocks."""

@@ -48,8 +48,21 @@ IPC_BUFFER_BYTES = 2 << 30
 
 
 def main() -> None:
-    """Run this rank to the end of the run, or until it is told to stop."""
+    """Run this rank to its end; the first rank that fails leaves its reason where the flow looks for it."""
     arguments = _arguments()
+    try:
+        run(arguments)
+    except Exception as error:
+        try:
+            with arguments.failure_file.open("x", encoding="utf-8") as file:
+                file.write(f"{type(error).__name__}: {error}")
+        except FileExistsError:
+            print("another rank failed first", file=sys.stderr)
+        raise
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run this rank to the end of the run, or until it is told to stop."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, lambda *_: stop.set())
@@ -217,6 +230,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--attempt", required=True, type=int)
     parser.add_argument("--policy", required=True, type=Path, help="directory of the weights of version 0")
+    parser.add_argument("--failure-file", required=True, type=Path, help="where to say why, if this rank fails first")
     parser.add_argument("--storage-options", default="{}", help="JSON")
     parser.add_argument("--storage-client", default="fsspec")
     return parser.parse_args()

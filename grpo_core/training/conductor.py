@@ -36,7 +36,6 @@ from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, read_pool_changes, write_refit
 
-POLL_SECONDS = 0.03
 # The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
 IDLE_SECONDS = 20.0
 
@@ -162,7 +161,7 @@ class Conductor:
                 self._fence()
                 yield Idle()
                 idle = time.monotonic()
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._store.poll_seconds)
         if pending:
             self._flush(step, pending)
         return []
@@ -290,7 +289,7 @@ class Conductor:
             limit = self._config.pool.start_timeout_seconds + self._config.refit.transfer_timeout_seconds
             if time.monotonic() - began > limit:
                 raise TrainerStuck(f"no engine took the weights {stamp} within {limit:g} s; look at the engines' logs")
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._store.poll_seconds)
 
     def _save(self) -> Generator[Command, Any, None]:
         state = self._feed.frontier.checkpoint()

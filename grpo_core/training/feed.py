@@ -28,12 +28,8 @@ from storage.trajectories import PartFooter, TrajectoryStore
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
 )  # fmt: skip
-
-
-FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
-
-
 GENERATION_FAILED = "generation_failed"
+FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
 
 
 @dataclass(frozen=True, slots=True)

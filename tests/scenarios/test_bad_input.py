@@ -46,10 +46,11 @@ def test_reward_function_that_raises_ends_the_run_with_its_own_words(make_driver
     assert driver.orphans() == []
 
 
-def test_missing_model_directory(make_driver: MakeDriver, tmp_path: Path) -> None:
+def test_missing_model_directory(driver: RunDriver, tmp_path: Path) -> None:
     missing = tmp_path / "no-model"
-    driver = make_driver(settings={"model": {"source": {"kind": "directory", "path": str(missing)}}})
+    driver.recipe["model"] = {**driver.recipe["model"], "source": {"kind": "directory", "path": str(missing)}}
     assert_refused(driver, str(missing))
+    assert not driver.store.exists(layout.run())
 
 
 def test_busy_port(make_driver: MakeDriver) -> None:
