@@ -7,30 +7,32 @@ import pytest
 from tests.scenarios.run_driver import Part, RunDriver, checkpoint_committed, steps_done
 from tests.scenarios.soundness import assert_sound, attempts
 
-# The cold refit is the first weight update of an engine, so that of step s is number s + 1.
-UPDATE_OF_STEP_4 = 5
 
-
-def stall_in_the_refit_of_step_4(driver: RunDriver) -> None:
-    """Start, and return when step 4 is in the ledger, its weights are half-way, and it has no checkpoint yet."""
-    driver.faults.write_text(json.dumps({"stall_in_update": UPDATE_OF_STEP_4}))
+def start_and_stall_in_the_refit_of(driver: RunDriver, step: int) -> None:
+    """Return when this step is in the ledger, its weights are half-way to the engine, and it has no checkpoint yet."""
+    # The cold refit is the first weight update of an engine.
+    driver.faults.write_text(json.dumps({"stall_in_update": step + 1}))
     driver.start()
     driver.wait_for_stall()
-    assert steps_done(4)(driver.store) and not checkpoint_committed(4)(driver.store)
+    assert steps_done(step)(driver.store) and not checkpoint_committed(step)(driver.store)
 
 
-def test_flow_killed_before_its_first_checkpoint_begins_again(driver: RunDriver) -> None:
+def test_flow_killed_before_its_first_checkpoint_and_again_after_it(driver: RunDriver) -> None:
+    start_and_stall_in_the_refit_of(driver, 1)
+    driver.kill("flow")
+    assert driver.orphans() == []
     driver.start()
-    driver.wait_for(steps_done(1))
+    driver.wait_for(lambda store: attempts(store) == 2 and steps_done(3)(store))
     driver.kill("flow")
     assert driver.orphans() == []
     assert driver.run() == 0, driver.errors
+    assert attempts(driver.store) == 3
     assert_sound(driver)
     assert driver.orphans() == []
 
 
 def test_flow_killed_in_a_refit_after_the_ledger_and_before_the_checkpoint(driver: RunDriver) -> None:
-    stall_in_the_refit_of_step_4(driver)
+    start_and_stall_in_the_refit_of(driver, 4)
     driver.kill("flow")
     assert driver.orphans() == []
     assert driver.run() == 0, driver.errors
@@ -46,7 +48,7 @@ def test_flow_killed_while_its_trainer_is_still_starting_leaves_nothing(driver: 
 
 @pytest.mark.parametrize("part", ["trainer rank", "torchrun"])
 def test_trainer_killed_in_a_refit_after_the_ledger_and_before_the_checkpoint(driver: RunDriver, part: Part) -> None:
-    stall_in_the_refit_of_step_4(driver)
+    start_and_stall_in_the_refit_of(driver, 4)
     driver.kill(part)
     assert driver.finish() == 0, driver.errors
     assert attempts(driver.store) == 2
@@ -73,15 +75,3 @@ def test_engine_that_dies_is_replaced(driver: RunDriver, fault: dict[str, int]) 
     assert attempts(driver.store) == 1
     assert_sound(driver)
     assert driver.orphans() == []
-
-
-def test_flow_killed_twice_in_a_row(driver: RunDriver) -> None:
-    driver.start()
-    driver.wait_for(checkpoint_committed(2))
-    driver.kill("flow")
-    driver.start()
-    driver.wait_for(lambda store: attempts(store) == 2)
-    driver.kill("flow")
-    assert driver.run() == 0, driver.errors
-    assert attempts(driver.store) == 3
-    assert_sound(driver)

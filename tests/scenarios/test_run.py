@@ -67,16 +67,15 @@ def test_two_ranks_reach_the_end(make_driver: MakeDriver) -> None:
     assert driver.orphans() == []
 
 
-def test_window_0_is_deterministic_and_a_kill_changes_no_bit(make_driver: MakeDriver) -> None:
+def test_window_0_gives_the_same_bits_however_often_the_run_is_killed(make_driver: MakeDriver) -> None:
     settings = {"grpo": {"max_num_steps": 4, "async_grpo": {"max_trajectory_age_steps": 0}}}
-    first, second, killed = (make_driver(name, settings) for name in ("first", "second", "killed"))
-    assert first.run() == 0, first.errors
-    assert second.run() == 0, second.errors
+    whole, killed = (make_driver(name, settings) for name in ("whole", "killed"))
+    assert whole.run() == 0, whole.errors
     killed.start()
-    killed.wait_for(lambda store: attempts(store) == 1 and steps_done(3)(store))
+    killed.wait_for(steps_done(3))
     killed.kill("flow")
     assert killed.run() == 0, killed.errors
-    for driver in (first, second, killed):
-        assert_sound(driver)
-    assert_same_bits(checkpoint_tensors(second.store), checkpoint_tensors(first.store))
-    assert_same_bits(checkpoint_tensors(killed.store), checkpoint_tensors(first.store))
+    assert attempts(killed.store) == 2
+    assert_sound(whole)
+    assert_sound(killed)
+    assert_same_bits(checkpoint_tensors(killed.store), checkpoint_tensors(whole.store))

@@ -1,0 +1,42 @@
+"""Rates and utilisation come from events and the clock that is handed in."""
+
+import pytest
+
+from flows.live import clock, spark
+from flows.progress import HORIZON_SECONDS, Meter
+from storage.layout import LedgerName
+from storage.ledger import LedgerFooter, Totals
+
+
+def footer(step: int, seconds: float) -> LedgerFooter:
+    return LedgerFooter(LedgerName(1, step), "", Totals(), {"step_seconds": seconds})
+
+
+def test_rates_are_those_of_the_time_since_the_first_sample_up_to_a_minute() -> None:
+    meter = Meter()
+    meter.engines(False, 100.0)
+    meter.tokens(500, 105.0)
+    assert meter.tokens_per_second(110.0) == pytest.approx(50.0)
+    assert meter.tokens_per_second(105.0 + HORIZON_SECONDS + 1) == 0.0
+
+
+def test_engine_utilisation_counts_the_time_between_busy_samples() -> None:
+    meter = Meter()
+    for moment, busy in ((0.0, False), (1.0, True), (2.0, True), (3.0, False), (4.0, False)):
+        meter.engines(busy, moment)
+    assert meter.engine_utilisation(4.0) == pytest.approx(0.5)
+
+
+def test_trainer_utilisation_and_pace_come_from_the_ledger() -> None:
+    meter = Meter()
+    meter.engines(False, 0.0)
+    for step in (1, 2, 3):
+        meter.step(footer(step, 1.5), 2.0 * step)
+    assert meter.trainer_utilisation(6.0) == pytest.approx(0.75)
+    assert meter.seconds_per_step(6.0) == pytest.approx(2.0)
+    assert Meter().seconds_per_step(6.0) is None
+
+
+def test_times_and_curves_are_readable() -> None:
+    assert [clock(value) for value in (None, 59.6, 3661)] == ["–", "1:00", "1:01:01"]
+    assert spark([0.0, 0.5, 1.0]) == "▁▄█" and spark([2.0, 2.0]) == "▁▁" and spark([]) == ""
