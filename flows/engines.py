@@ -88,7 +88,7 @@ class Engines:
         spec = engine_spec(self._config, pool, self._policy, slot.number, port)
         command = engine_command(spec, os.environ, str(pool.python or sys.executable))
         slot.child = Child(
-            Command(slot.name, command.arguments, command.environment, self._logs / f"{slot.name}.log", grace_seconds=5)
+            Command(slot.name, command.arguments, command.environment, self._logs / f"{slot.name}.log", grace_seconds=3)
         )
         slot.started_at, slot.ready = time.monotonic(), False
         self._control.watch(slot.name, slot.child.poll)

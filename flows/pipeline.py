@@ -37,7 +37,9 @@ from storage.trajectories import TrajectoryStore
 
 # A trainer that dies twice within this time has a fault that a third start would only repeat.
 PATIENCE_SECONDS = 600.0
-TRAINER_GRACE_SECONDS = 12.0
+# With the engines’ own grace after it, the whole run is gone within fifteen seconds; a trainer in the middle of a longer
+# step loses that step, which the next attempt repeats.
+TRAINER_GRACE_SECONDS = 8.0
 
 
 class RunFailed(RuntimeError):

@@ -41,6 +41,8 @@ class PolicyPreparation:
             state = json.loads(self._state.read_text(encoding="utf-8")) if self._state.exists() else {}
             if name in state:
                 return Path(state[name])
+            if "refused" in state:
+                raise PolicyFailed(state["refused"])
             if ended:
                 raise PolicyFailed(f"the policy could not be prepared: {self._child.failure()}")
             if (wish := self._control.wish()) != "run":

@@ -82,7 +82,10 @@ def prepare(source: OriginSettings, directory: Path) -> Path:
                 if unfinished is not None:
                     from grpo_core.training import tiny_policy
 
-                    tiny_policy.make(unfinished, **asdict(source))
+                    try:
+                        tiny_policy.make(unfinished, **asdict(source))
+                    except tiny_policy.TinyPolicyError as error:
+                        raise OriginError(f"the policy cannot be made: {error}") from error
     return directory
 
 

@@ -3,6 +3,7 @@
 Writes STATE.json twice: with `skeleton`, a directory of the right shapes and tokenizer, as soon as there is one, so
 that engines can start; then with `initial`, the weights that the run begins with. Both lie in the cache, named by
 content: a second run of the same recipe finds them, and two processes that want the same one wait for each other.
+What cannot be prepared is said there too, as `refused`, in one sentence.
 """
 
 from __future__ import annotations
@@ -105,4 +106,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (origin.OriginError, DataError) as error:
+        _announce(Path(sys.argv[2]), {"refused": str(error)})
+        sys.exit(str(error))

@@ -42,7 +42,8 @@ def test_reward_function_that_raises_ends_the_run_with_its_own_words(make_driver
 def test_missing_model_directory(driver: RunDriver, tmp_path: Path) -> None:
     missing = tmp_path / "no-model"
     driver.recipe["model"] = {**driver.recipe["model"], "source": {"kind": "directory", "path": str(missing)}}
-    assert_refused(driver, str(missing))
+    assert_refused(driver, str(missing), "does not exist")
+    assert_one_sentence(driver.errors)
     assert not driver.store.exists(layout.run())
 
 
