@@ -82,10 +82,7 @@ def prepare(source: OriginSettings, directory: Path) -> Path:
                 if unfinished is not None:
                     from grpo_core.training import tiny_policy
 
-                    try:
-                        tiny_policy.make(unfinished, **asdict(source))
-                    except tiny_policy.TinyPolicyError as error:
-                        raise OriginError(f"the policy cannot be made: {error}") from error
+                    tiny_policy.make(unfinished, **asdict(source))
     return directory
 
 

@@ -17,6 +17,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from grpo_core.training.origin import OriginError
+
 END_OF_TEXT = "<|endoftext|>"
 START_OF_MESSAGE = "<|im_start|>"
 END_OF_MESSAGE = "<|im_end|>"
@@ -30,7 +32,7 @@ HEAD_SIZE = 32  # the smallest that vLLM's attention on CPU accepts
 BYTES = 256
 
 
-class TinyPolicyError(ValueError):
+class TinyPolicyError(OriginError):
     """The sizes asked for do not make a model."""
 
 
