@@ -24,7 +24,6 @@ from flows.run import RunRefused, finished_run, open_store
 from flows.server import LocalServer, ServerFailed
 from flows.supervise import Child, ChildFailed, Command
 from flows.views.history import json_lines, ledger_lines, render_ledger
-from flows.views.report import report as write_report
 from flows.views.standing import recorded_run
 from flows.views.status import render_status
 from flows.views.status import status as read_status
@@ -96,7 +95,7 @@ def train(
         if summary is None:
             summary = train_locally(config, take_over) if no_prefect else train_with_prefect(config, take_over)
         store = open_store(config)
-        page = write_report(store, report_path(store, config.run_id))
+        page = write_report(store, config.run_id, None)
         print(summary.text())
         print(f"report: {page}")
 
@@ -230,7 +229,7 @@ def report(
     """One self-contained HTML page: curves, throughput, lag, waste, sample rollouts."""
     with explained():
         store = existing(run_id, root)
-        print(write_report(store, output or report_path(store, run_id)))
+        print(write_report(store, run_id, output))
 
 
 @app.command()
@@ -318,9 +317,13 @@ def chat_of(store: ObjectStore) -> Chat:
     return Chat(policy_of(store, config), config.generation.chat_template_kwargs)
 
 
-def report_path(store: ObjectStore, run_id: str) -> Path:
-    """Where the report of a run goes unless a file is named: beside the run, or into the working directory."""
-    return store.local_path("report.html") or Path(f"{run_id}-report.html")
+def write_report(store: ObjectStore, run_id: str, output: Path | None) -> Path:
+    """Write the report of a run to `output`, by default beside the run, or into the working directory."""
+    # Imported late: drawing curves loads a library that no other verb needs.
+    from flows.views.report import report as write
+
+    return write(store, output or store.local_path("report.html") or Path(f"{run_id}-report.html"))
+
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from flows.server import HOST, PORT, port_is_free
 from flows.supervise import Child, Command
 from grpo_core.config import LocalPool, RunConfig
 from grpo_core.rollout.launch import engine_command
-from storage import layout
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 
@@ -73,10 +72,7 @@ def _version(name: str) -> str | None:
 def _store(config: RunConfig) -> Finding:
     question = f"store {config.storage.root}"
     try:
-        store = ObjectStore.open(
-            layout.run_root(config.storage.root, "doctor"), config.storage.options, client=config.storage.client
-        )
-        store.delete_prefix("")
+        ObjectStore.open(config.storage.root, config.storage.options, client=config.storage.client)
     except StorageError as error:
         return Finding(question, False, str(error))
     return Finding(question, True, "writable, and creates an object only once")

@@ -16,11 +16,17 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_core.config import RunConfig
 
-CONTINUABLE = ("grpo.max_num_steps", "grpo.max_num_epochs", "pool", "logging", "evaluation", "checkpointing")
+CONTINUABLE = ("grpo.max_num_steps", "grpo.max_num_epochs", "pool", "storage", "logging", "evaluation", "checkpointing")
 
 
 class ConfigError(ValueError):
     """A recipe that cannot be run; the message names the key, the value and what to do."""
+
+# pydantic's own words for these would not tell a person what to do.
+SAID_PLAINLY = {
+    "extra_forbidden": "is not a known key; check its spelling and its section",
+    "union_tag_not_found": "needs a `kind` that says which of its forms it is",
+}
 
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -72,9 +78,7 @@ def parse(values: dict[str, Any], *, where: str) -> RunConfig:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         given = first.get("input")
         shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
-        reason = {"extra_forbidden": "is not a known key; check its spelling and its section"}.get(
-            first["type"], first["msg"]
-        )
+        reason = SAID_PLAINLY.get(first["type"], first["msg"])
         raise ConfigError(f"{where}: {key}: {reason.removeprefix('Value error, ')}{shown}{more}") from error
 
 
