@@ -44,7 +44,7 @@ class Summary:
 def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) -> Summary:
     """Run or continue a run. Raise Stopped when asked to stop, and a typed error with one sentence otherwise."""
     store = open_store(config)
-    check_owner(store, take_over=take_over)
+    newest = check_owner(store, take_over=take_over)
     splits = load_splits(config.data)
     logs = log_directory(config, store)
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
             return summarise(run.config, store, run.steps)
         router = Pool()
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
-        Pipeline(run, chat, engines, router, rewards, control, logs).finish(policy.initial)
+        Pipeline(run, chat, engines, router, rewards, control, logs).finish(policy.initial, after=newest)
     return summarise(run.config, store, run.steps)
 
 

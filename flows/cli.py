@@ -16,12 +16,12 @@ from rich.console import Console
 from flows.assembly import Summary, log_directory, run_to_end, summarise
 from flows.control import LocalControl, Signals, Stopped
 from flows.doctor import examine
-from flows.engines import PoolFailed
+from flows.engines import PoolFailed, responds
 from flows.live import LiveView
 from flows.pipeline import RunFailed
 from flows.policy import PolicyFailed, PolicyPreparation
 from flows.run import RunRefused, finished_run, open_store
-from flows.server import LocalServer, ServerFailed
+from flows.server import DEFAULT_URL, DeployError, LocalServer, ServerFailed
 from flows.supervise import Child, ChildFailed, Command
 from flows.views.history import json_lines, ledger_lines, render_ledger
 from flows.views.standing import recorded_run
@@ -54,7 +54,8 @@ console = Console()
 
 # What a person can do something about. Anything else is a fault of ours and keeps its traceback.
 EXPLAINED = (
-    ConfigError, DataError, ChatError, RunRefused, RunFailed, PoolFailed, PolicyFailed, ServerFailed, ChildFailed, RolloutFailed, RewardError, StorageError,
+    ConfigError, DataError, ChatError, RunRefused, RunFailed, PoolFailed, PolicyFailed, ServerFailed, DeployError, ChildFailed, RolloutFailed,
+    RewardError, StorageError,
 )  # fmt: skip
 
 Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as deployments/recipes/quickstart.yaml")]
@@ -131,23 +132,26 @@ def train_with_prefect(config: RunConfig, take_over: bool) -> Summary:
     """The flow, on the configured server or on one of our own."""
     with prefect_server(config) as url:
         print(f"Prefect: {url}", file=sys.stderr)
-        # Imported late: it reads the settings that name the server.
+        # Imported late: they read the settings that name the server.
         from prefect.client.schemas.objects import State
         from prefect.events.worker import EventsWorker
+        from prefect.exceptions import Pause
         from prefect.logging.handlers import APILogWorker
 
         from flows.train import train as flow
 
-        state: State[Any] = flow(config, take_over, return_state=True)
-        # What is still to be told must be told before the server goes; at exit it would be tried in vain for a minute.
-        APILogWorker.drain_all(timeout=5)
-        EventsWorker.drain_all(timeout=5)
+        try:
+            state: State[Any] = flow(config, take_over, return_state=True)
+        except Pause:
+            print("forebay: suspended; the same command continues the run", file=sys.stderr)
+            raise typer.Exit(0) from None
+        finally:
+            # What is still to be told must be told before the server goes; at exit it would be tried for a minute.
+            APILogWorker.drain_all(timeout=5)
+            EventsWorker.drain_all(timeout=5)
     if state.is_cancelled():
         print(f"forebay: {state.message}", file=sys.stderr)
         raise typer.Exit(128 + signal.SIGINT)
-    if state.is_paused():
-        print(f"forebay: {state.message or 'suspended'}; the same command continues the run", file=sys.stderr)
-        raise typer.Exit(0)
     summary: Summary = state.result()
     return summary
 
@@ -156,6 +160,9 @@ def train_with_prefect(config: RunConfig, take_over: bool) -> Summary:
 def prefect_server(config: RunConfig) -> Generator[str, None, None]:
     """The configured server, or a local one that starts while version 0 is already being prepared."""
     configured = os.environ.get("PREFECT_API_URL")
+    if configured is None and responds(f"{DEFAULT_URL}/api/health"):
+        # A second server would share the first one's database, which SQLite cannot serve to both.
+        configured = os.environ["PREFECT_API_URL"] = f"{DEFAULT_URL}/api"
     if configured:
         yield configured.removesuffix("/api")
         return
@@ -323,7 +330,6 @@ def write_report(store: ObjectStore, run_id: str, output: Path | None) -> Path:
     from flows.views.report import report as write
 
     return write(store, output or store.local_path("report.html") or Path(f"{run_id}-report.html"))
-
 
 
 if __name__ == "__main__":

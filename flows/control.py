@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from flows.evaluate import Evaluation
 from flows.generate import LeaseJob, LeaseResult
@@ -28,11 +28,14 @@ class Stopped(Exception):
         self.wish = wish
 
 
-class LeaseFuture(Protocol):
-    """A dispatched lease."""
+Result = TypeVar("Result", covariant=True)
+
+
+class Dispatched(Protocol[Result]):
+    """Work that was started."""
 
     def done(self) -> bool: ...
-    def result(self) -> LeaseResult: ...
+    def result(self) -> Result: ...
 
 
 class Control(Protocol):
@@ -41,11 +44,11 @@ class Control(Protocol):
     def wish(self) -> Wish:
         """Whether to go on."""
 
-    def dispatch(self, job: LeaseJob) -> LeaseFuture:
+    def dispatch(self, job: LeaseJob) -> Dispatched[LeaseResult]:
         """Start a generation task."""
 
-    def evaluate(self, work: Callable[[], Evaluation]) -> Evaluation:
-        """Run an evaluation to its end."""
+    def evaluate(self, version: int, work: Callable[[], Evaluation]) -> Dispatched[Evaluation]:
+        """Start an evaluation of this version."""
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
         """A child process was started; `poll` gives its exit status once it has ended."""
@@ -96,8 +99,8 @@ class LocalControl:
     def dispatch(self, job: LeaseJob) -> Future[LeaseResult]:
         return self._threads.submit(job.run)
 
-    def evaluate(self, work: Callable[[], Evaluation]) -> Evaluation:
-        return work()
+    def evaluate(self, version: int, work: Callable[[], Evaluation]) -> Future[Evaluation]:
+        return self._threads.submit(work)
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
         return None

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from flows.control import Control, LeaseFuture, Stopped
+from flows.control import Control, Dispatched, Stopped
 from flows.engines import Engines
-from flows.evaluate import Evaluation, evaluate
-from flows.generate import LeaseJob
+from flows.evaluate import evaluate
+from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
@@ -59,7 +59,7 @@ class OpenLease:
     """A dispatched lease. `expired` tells its task that it was sealed; `deadline` is on the monotonic clock."""
 
     job: LeaseJob
-    future: LeaseFuture
+    future: Dispatched[LeaseResult]
     expired: threading.Event
     deadline: float
 
@@ -96,21 +96,24 @@ class Pipeline:
         self._history: list[dict[str, float | None]] = []
         self._failed_groups = 0
 
-    def finish(self, policy: Callable[[], Path]) -> None:
-        """Run to the last step and the last evaluation. Raise Stopped, RunFailed or what a component raised."""
+    def finish(self, policy: Callable[[], Path], *, after: int) -> None:
+        """Run to the last step and the last evaluation. Raise Stopped, RunFailed or what a component raised.
+
+        `after` is the newest attempt that was there when this call found the run free.
+        """
         self._wait_for_engines()
         directory = policy()
         died_at: float | None = None
         while True:
             try:
-                self._attempt(directory)
+                self._attempt(directory, after)
                 return
             except ChildFailed as failure:
                 if died_at is not None and time.monotonic() - died_at < PATIENCE_SECONDS:
                     raise RunFailed(
                         f"the trainer died twice within {PATIENCE_SECONDS / 60:.0f} minutes: {failure}"
                     ) from failure
-                died_at = time.monotonic()
+                died_at, after = time.monotonic(), after + 1
                 self._control.warn(f"{failure}\nA new attempt continues from the newest checkpoint.")
 
     def _wait_for_engines(self) -> None:
@@ -121,10 +124,10 @@ class Pipeline:
             self._show(None, "starting engines")
             time.sleep(self._run.store.poll_seconds)
 
-    def _attempt(self, policy: Path) -> None:
+    def _attempt(self, policy: Path, after: int) -> None:
         """One life of the trainer. Raise ChildFailed when it dies."""
         parent = newest_checkpoint(self._run, self._control.warn)
-        claim = claim_attempt(self._run, parent)
+        claim = claim_attempt(self._run, parent, after=after)
         self._engines.begin_attempt()
         failure_file(self._logs).unlink(missing_ok=True)
         fence = Fence(self._run.store, claim.attempt)
@@ -283,21 +286,24 @@ class Pipeline:
     def _evaluated(self, version: int) -> bool:
         return has_evaluation(self._run.store, version, self._config.refit.every_steps)
 
-    def _evaluate(self, attempt: Attempt, version: int) -> Evaluation | None:
+    def _evaluate(self, attempt: Attempt, version: int) -> None:
+        """Evaluate, still listening to whoever may want us to stop."""
         if not self._run.splits.held_out:
-            return None
-        self._show(attempt, f"evaluating version {version}", now=True)
-        result = self._control.evaluate(
-            lambda: evaluate(
-                self._generator,
-                self._run.splits.held_out,
-                self._run.store,
-                attempt=attempt.claim.attempt,
-                version=version,
-            )
+            return
+        work = partial(
+            evaluate,
+            self._generator,
+            self._run.splits.held_out,
+            self._run.store,
+            attempt=attempt.claim.attempt,
+            version=version,
         )
-        self._control.say(result.line())
-        return result
+        future = self._control.evaluate(version, work)
+        while not future.done():
+            self._heed(attempt)
+            self._show(attempt, f"evaluating version {version}")
+            time.sleep(self._run.store.poll_seconds)
+        self._control.say(future.result().line())
 
     def _show(self, attempt: Attempt | None, phase: str, *, now: bool = False, fence: Fence | None = None) -> None:
         """Refresh the view and our sign of life, about once a second."""

@@ -62,15 +62,8 @@ class PolicyPreparation:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        arguments = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "grpo_core.training.prepare",
-            str(config_file),
-            str(self._state),
-        ]
+        python = str(self._config.training.python or sys.executable)
+        arguments = [python, "-W", "ignore", "-m", "grpo_core.training.prepare", str(config_file), str(self._state)]
         self._child = Child(Command("policy", arguments, environment, self._logs / "policy.log", grace_seconds=2))
         self._control.watch("prepare-policy", self._child.poll)
         return self

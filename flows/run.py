@@ -138,23 +138,24 @@ def has_evaluation(store: ObjectStore, version: int, every_steps: int) -> bool:
     return any(version == 0 or link.contains(attempt, version * every_steps) for attempt in attempts for link in chain)
 
 
-def check_owner(store: ObjectStore, *, take_over: bool) -> None:
-    """Raise RunRefused while the flow that claimed the newest attempt lives."""
+def check_owner(store: ObjectStore, *, take_over: bool) -> int:
+    """The number of the newest attempt, 0 before the first. Raise RunRefused while the flow that claimed it lives."""
     claim = newest(store)
     if claim is None or take_over:
-        return
+        return 0 if claim is None else claim.attempt
     if claim.host == socket.gethostname():
         if claim.pid != os.getpid() and _lives(claim.pid, claim.pid_started_at):
             raise RunRefused(
                 f"run in {store.url} belongs to process {claim.pid} on this host, which is alive; wait for it, stop it, or fence it with --take-over"
             )
-        return
+        return claim.attempt
     silent = time.time() - last_sign(store, claim)
     if silent < SILENCE_SECONDS:
         raise RunRefused(
             f"run in {store.url} belongs to process {claim.pid} on {claim.host}, last heard of {silent:.0f} s ago; wait until it has been silent for "
             f"{SILENCE_SECONDS:.0f} s, or fence it with --take-over"
         )
+    return claim.attempt
 
 
 def last_sign(store: ObjectStore, claim: AttemptClaim) -> float:
@@ -165,8 +166,8 @@ def last_sign(store: ObjectStore, claim: AttemptClaim) -> float:
         return claim.claimed_at
 
 
-def claim_attempt(run: Run, parent: Manifest | None) -> AttemptClaim:
-    """Claim the next attempt for this process, resuming from `parent`."""
+def claim_attempt(run: Run, parent: Manifest | None, *, after: int) -> AttemptClaim:
+    """Claim attempt `after` + 1 for this process, resuming from `parent`. Raise Fenced when it is somebody else's."""
     return claim_next(
         run.store,
         parent=None if parent is None else (parent.attempt, parent.step),
@@ -175,6 +176,7 @@ def claim_attempt(run: Run, parent: Manifest | None) -> AttemptClaim:
         pid_started_at=psutil.Process().create_time(),
         claimed_at=time.time(),
         config_changes=run.changes,
+        after=after,
     )
 
 

@@ -13,6 +13,7 @@ from flows.supervise import Child, Command
 
 HOST = "127.0.0.1"
 PORT = 4200
+DEFAULT_URL = f"http://{HOST}:{PORT}"
 # The first start migrates the database for 20 to 90 seconds.
 START_SECONDS = 240.0
 

@@ -19,7 +19,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException
-from prefect.futures import PrefectConcurrentFuture
+from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
@@ -27,7 +27,7 @@ from prefect.utilities.annotations import quote
 
 from flows.artifacts import Artifacts
 from flows.assembly import Summary, run_to_end
-from flows.control import MAX_LEASES, LeaseFuture, Signals, Stopped, Wish
+from flows.control import MAX_LEASES, Dispatched, Signals, Stopped, Wish
 from flows.evaluate import Evaluation
 from flows.generate import LeaseJob, LeaseResult, LeaseStopped
 from flows.live import LiveView
@@ -55,8 +55,8 @@ def generate_shard(job: LeaseJob, lease: int) -> LeaseResult | State[Any]:
         return Cancelled(message=str(stopped))
 
 
-@task(name="evaluate", task_run_name="evaluate", cache_policy=NO_CACHE, persist_result=False)
-def evaluate_version(work: Callable[[], Evaluation]) -> Evaluation:
+@task(name="evaluate", task_run_name="evaluate-{version:06d}", cache_policy=NO_CACHE, persist_result=False)
+def evaluate_version(work: Callable[[], Evaluation], version: int) -> Evaluation:
     """One version on the held-out split."""
     return work()
 
@@ -121,13 +121,11 @@ class PrefectControl:
         # is about to continue it.
         return "suspend" if state is not None and (state.is_paused() or state.is_scheduled()) else "run"
 
-    def dispatch(self, job: LeaseJob) -> LeaseFuture:
-        future = generate_shard.submit(job=quoted(job), lease=job.record.lease)
-        assert isinstance(future, PrefectConcurrentFuture)  # what a ThreadPoolTaskRunner returns
-        return TaskFuture(future)
+    def dispatch(self, job: LeaseJob) -> Dispatched[LeaseResult]:
+        return TaskFuture(generate_shard.submit(job=quoted(job), lease=job.record.lease))
 
-    def evaluate(self, work: Callable[[], Evaluation]) -> Evaluation:
-        return evaluate_version(work=quoted(work))
+    def evaluate(self, version: int, work: Callable[[], Evaluation]) -> Dispatched[Evaluation]:
+        return TaskFuture(evaluate_version.submit(work=quoted(work), version=version))
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
         watch_process.submit(poll=quoted(poll), stopping=quoted(lambda: self.wish() != "run"), name=name)
@@ -186,14 +184,14 @@ def quoted(value: Any) -> Any:
 
 
 class TaskFuture:
-    """A Prefect future seen as a lease's."""
+    """A Prefect future seen as dispatched work."""
 
-    def __init__(self, future: PrefectConcurrentFuture[Any]) -> None:
+    def __init__(self, future: PrefectFuture[Any]) -> None:
+        assert isinstance(future, PrefectConcurrentFuture)  # what a ThreadPoolTaskRunner returns
         self._future = future
 
     def done(self) -> bool:
         return self._future.wrapped_future.done()
 
-    def result(self) -> LeaseResult:
-        result: LeaseResult = self._future.result()
-        return result
+    def result(self) -> Any:
+        return self._future.result()

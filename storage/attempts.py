@@ -64,14 +64,20 @@ def claim_next(
     pid_started_at: float,
     claimed_at: float,
     config_changes: Mapping[str, Any] | None = None,
+    after: int | None = None,
 ) -> AttemptClaim:
-    """Claim the lowest free attempt number (the first is 1), fencing every older attempt."""
-    number = max(attempt_numbers(store), default=0) + 1
+    """Claim the lowest free attempt number (the first is 1), fencing every older attempt.
+
+    `after` is the newest attempt the caller knows of: Fenced if there is a newer one, which it would fence unseen.
+    """
+    number = (max(attempt_numbers(store), default=0) if after is None else after) + 1
     while True:
         claim = AttemptClaim(number, parent, host, pid, pid_started_at, claimed_at, dict(config_changes or {}))
         _check_parent(claim)
         if store.commit(layout.attempt(number), encode_record(_fields(claim))):
             return claim
+        if after is not None:
+            raise Fenced(f"Attempt {number} of {store.url} was claimed by another process: it owns the run; stop.")
         number += 1
 
 
