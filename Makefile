@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: setup quickstart test lint bench torture clean
+.PHONY: setup quickstart test lint bench clean
 
 setup: $(STAMP)
 

@@ -6,8 +6,8 @@ import pytest
 
 from flows.leasing import Leasing
 from grpo_core.schedule.window import Window
-from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.leases import read_lease
+from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, write_refit
 
