@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -15,10 +16,10 @@ from rich.console import Console
 
 from flows.assembly import Summary, log_directory, run_to_end, summarise
 from flows.control import LocalControl, Signals, Stopped
+from flows.dispatch import RunFailed
 from flows.doctor import examine
 from flows.engines import PoolFailed, responds
 from flows.live import LiveView
-from flows.pipeline import RunFailed
 from flows.policy import PolicyFailed, PolicyPreparation
 from flows.run import RunRefused, finished_run, open_store
 from flows.server import DEFAULT_URL, DeployError, LocalServer, ServerFailed
@@ -41,6 +42,9 @@ from storage.checkpoints import committed
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
 QUICKSTART = Path("deployments/recipes/quickstart.yaml")
 EXPORT_SECONDS = 3600.0
 
@@ -60,6 +64,12 @@ EXPLAINED = (
 
 Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as deployments/recipes/quickstart.yaml")]
 Root = Annotated[str | None, typer.Option("--root", help="Where runs are kept: a directory or any fsspec URL")]
+StorageOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-options", metavar="JSON", help="Options of the fsspec file system of --root, as in storage.options"
+    ),
+]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs")]
 Overrides = Annotated[
@@ -130,35 +140,49 @@ def train_locally(config: RunConfig, take_over: bool) -> Summary:
 
 def train_with_prefect(config: RunConfig, take_over: bool) -> Summary:
     """The flow, on the configured server or on one of our own."""
-    with prefect_server(config) as url:
-        print(f"Prefect: {url}", file=sys.stderr)
-        # Imported late: they read the settings that name the server.
-        from prefect.client.schemas.objects import State
-        from prefect.events.worker import EventsWorker
-        from prefect.exceptions import Pause
-        from prefect.logging.handlers import APILogWorker
-
-        from flows.train import train as flow
-
+    with Signals() as signals:
         try:
-            state: State[Any] = flow(config, take_over, return_state=True)
-        except Pause:
-            print("forebay: suspended; the same command continues the run", file=sys.stderr)
-            raise typer.Exit(0) from None
-        finally:
-            # What is still to be told must be told before the server goes; at exit it would be tried for a minute.
-            APILogWorker.drain_all(timeout=5)
-            EventsWorker.drain_all(timeout=5)
+            with prefect_server(config, signals) as url:
+                print(f"Prefect: {url}", file=sys.stderr)
+                state = run_flow(config, take_over, signals)
+        except Stopped as stopped:
+            raise exit_stopped(stopped, signals.number) from stopped
     if state.is_cancelled():
         print(f"forebay: {state.message}", file=sys.stderr)
-        raise typer.Exit(128 + signal.SIGINT)
+        raise typer.Exit(128 + (signals.number or signal.SIGINT))
     summary: Summary = state.result()
     return summary
 
 
+def run_flow(config: RunConfig, take_over: bool, signals: Signals) -> "State[Any]":
+    """The state in which the flow ended. Raise Stopped when a signal came before it began."""
+    # Imported late: they read the settings that name the server.
+    from prefect.events.worker import EventsWorker
+    from prefect.exceptions import Pause, TerminationSignal
+    from prefect.logging.handlers import APILogWorker
+
+    from flows.train import COMMAND
+    from flows.train import train as flow
+
+    token = COMMAND.set(signals)
+    try:
+        return flow(config, take_over, return_state=True)
+    except TerminationSignal:
+        # While Prefect begins and ends a flow, SIGTERM is in its hands; it hands the signal on to ours.
+        raise Stopped("cancel", 0) from None
+    except Pause:
+        print("forebay: suspended; the same command continues the run", file=sys.stderr)
+        raise typer.Exit(0) from None
+    finally:
+        COMMAND.reset(token)
+        # What is still to be told must be told before the server goes; at exit it would be tried for a minute.
+        APILogWorker.drain_all(timeout=5)
+        EventsWorker.drain_all(timeout=5)
+
+
 @contextmanager
-def prefect_server(config: RunConfig) -> Generator[str, None, None]:
-    """The configured server, or a local one that starts while version 0 is already being prepared."""
+def prefect_server(config: RunConfig, signals: Signals) -> Generator[str, None, None]:
+    """The configured server, or a local one that starts while version 0 is already being prepared. Raise Stopped."""
     configured = os.environ.get("PREFECT_API_URL")
     if configured is None and responds(f"{DEFAULT_URL}/api/health"):
         # A second server would share the first one's database, which SQLite cannot serve to both.
@@ -167,10 +191,10 @@ def prefect_server(config: RunConfig) -> Generator[str, None, None]:
         yield configured.removesuffix("/api")
         return
     logs = log_directory(config, open_store(config))
-    with Signals() as signals, LocalServer(logs / "prefect-server.log") as server:
+    with LocalServer(logs / "prefect-server.log") as server:
         control = LocalControl(signals, show=lambda progress: None, say=lambda message: print(message, file=sys.stderr))
         with PolicyPreparation(config, logs, control):
-            server.wait()
+            server.wait(control.wish)
             os.environ["PREFECT_API_URL"] = f"{server.url}/api"
             yield server.url
 
@@ -190,10 +214,10 @@ def validate(recipe_path: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def status(run_id: RunId, root: Root = None, as_json: AsJson = False) -> None:
+def status(run_id: RunId, root: Root = None, storage_options: StorageOptions = None, as_json: AsJson = False) -> None:
     """Where a run is."""
     with explained():
-        values = read_status(existing(run_id, root))
+        values = read_status(existing(run_id, root, storage_options))
         print(json.dumps(values)) if as_json else console.print(render_status(values))
 
 
@@ -201,12 +225,13 @@ def status(run_id: RunId, root: Root = None, as_json: AsJson = False) -> None:
 def ledger(
     run_id: RunId,
     root: Root = None,
+    storage_options: StorageOptions = None,
     as_json: AsJson = False,
     all_attempts: Annotated[bool, typer.Option("--all-attempts", help="Also what dead branches decided")] = False,
 ) -> None:
     """Where every prompt of a run is: one line for each ordinal of the surviving history."""
     with explained():
-        lines = ledger_lines(existing(run_id, root), all_attempts)
+        lines = ledger_lines(existing(run_id, root, storage_options), all_attempts)
         if as_json:
             for line in json_lines(lines):
                 print(line)
@@ -216,11 +241,15 @@ def ledger(
 
 @app.command()
 def trace(
-    run_id: RunId, ordinal: Annotated[int, typer.Argument(min=0)], root: Root = None, as_json: AsJson = False
+    run_id: RunId,
+    ordinal: Annotated[int, typer.Argument(min=0)],
+    root: Root = None,
+    storage_options: StorageOptions = None,
+    as_json: AsJson = False,
 ) -> None:
     """The life of one prompt: every lease, turn, reward, admission and step, token by token."""
     with explained():
-        store = existing(run_id, root)
+        store = existing(run_id, root, storage_options)
         found = read_trace(store, ordinal, chat_of(store))
         print(json.dumps(found)) if as_json else console.print(render_trace(found))
 
@@ -232,10 +261,11 @@ def report(
         Path | None, typer.Option("-o", "--output", help="The HTML file; default: beside the run")
     ] = None,
     root: Root = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """One self-contained HTML page: curves, throughput, lag, waste, sample rollouts."""
     with explained():
-        store = existing(run_id, root)
+        store = existing(run_id, root, storage_options)
         print(write_report(store, run_id, output))
 
 
@@ -245,10 +275,11 @@ def export(
     output: Annotated[Path, typer.Option("-o", "--output", help="Directory to write")],
     step: Annotated[int | None, typer.Option("--step", help="A checkpoint's step; default: the newest")] = None,
     root: Root = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """A checkpoint as a Hugging Face directory, loadable by transformers and servable by vLLM."""
     with explained():
-        store = existing(run_id, root)
+        store = existing(run_id, root, storage_options)
         recorded = recorded_run(store)
         names = [name for name in committed(store) if step is None or name.step == step]
         if not names:
@@ -256,7 +287,9 @@ def export(
             raise RunRefused(
                 f"run {run_id} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}"
             )
-        arguments = ["--root", store.url, "--storage-options", json.dumps(recorded.config.storage.options)]
+        options = parse_storage_options(storage_options) or recorded.config.storage.options
+        arguments = ["--root", store.url, "--storage-options", json.dumps(options)]
+        arguments += ["--storage-client", recorded.config.storage.client]
         arguments += ["--attempt", str(names[-1].attempt), "--step", str(names[-1].step)]
         arguments += ["--policy", str(policy_of(store, recorded.config)), "-o", str(output)]
         log = log_directory(recorded.config, store) / "export.log"
@@ -265,7 +298,13 @@ def export(
             "export", [python, "-W", "ignore", "-m", "grpo_core.training.export", *arguments], os.environ, log
         )
         with Child(command) as child:
-            if child.wait(EXPORT_SECONDS) != 0:
+            try:
+                status = child.wait(EXPORT_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                raise ChildFailed(
+                    f"the export did not end within {EXPORT_SECONDS:g} s; its last lines, of {log}, are:\n{child.tail()}"
+                ) from error
+            if status != 0:
                 raise child.failure()
         print(output)
 
@@ -301,13 +340,25 @@ def deploy(server: Annotated[str | None, typer.Option("--server", help="URL of a
             print(line)
 
 
-def existing(run_id: str, root: str | None) -> ObjectStore:
+def existing(run_id: str, root: str | None, storage_options: str | None = None) -> ObjectStore:
     """The store of a run that is there already, opened for reading."""
-    base = StorageConfig(root=root) if root else StorageConfig()
-    store = ObjectStore.open(layout.run_root(base.root, run_id), read_only=True)
+    base = root or StorageConfig().root
+    options = parse_storage_options(storage_options)
+    store = ObjectStore.open(layout.run_root(base, run_id), options, read_only=True)
     if not store.exists(layout.run()):
-        raise RunRefused(f"there is no run {run_id} in {base.root}; give --root, or look at the name")
+        raise RunRefused(f"there is no run {run_id} in {base}; give --root, or look at the name")
     return store
+
+
+def parse_storage_options(text: str | None) -> dict[str, Any]:
+    """The value of --storage-options. Raise ConfigError."""
+    try:
+        options = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--storage-options {text!r} is not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"--storage-options {text!r} is not a JSON object; give for example '{{\"anon\": true}}'")
+    return options
 
 
 def policy_of(store: ObjectStore, config: RunConfig) -> Path:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.control import LocalControl, Signals
-from flows.engines import engine_spec, free_port, responds
+from flows.engines import engine_spec, responds
 from flows.policy import PolicyFailed, PolicyPreparation
-from flows.server import HOST, PORT, port_is_free
+from flows.server import HOST, PORT
 from flows.supervise import Child, Command
 from grpo_core.config import LocalPool, RunConfig
+from grpo_core.ports import free_port, port_is_free
 from grpo_core.rollout.launch import engine_command
 from storage.errors import StorageError
 from storage.objects import ObjectStore

@@ -5,26 +5,29 @@ numbered records; an engine gets requests only once it carries the newest live v
 within its budget of restarts, and beyond it the run fails with the engine's last lines.
 """
 
+import http.client
 import json
 import os
-import socket
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.control import Control
 from flows.supervise import Child, Command
-from grpo_core.config import ExternalPool, LocalPool, RunConfig
+from grpo_core.config import LOOPBACK, ExternalPool, LocalPool, RunConfig
+from grpo_core.ports import free_port, port_is_free
 from grpo_core.rollout.launch import EngineSpec, engine_command
 from grpo_core.rollout.pool import Pool
 from storage.objects import ObjectStore
 from storage.pool import PoolChange, RefitRecord, write_pool_change
 
 PROBE_SECONDS = 0.5
+# Of all engines together: with the trainer's own before it, the whole run is gone within fifteen seconds.
+GRACE_SECONDS = 3.0
 CPU_KV_CACHE_BYTES = 256 << 20
 # vLLM on CPU takes whole pages of 32 tokens; a larger page would never be shared by short prompts.
 CPU_BLOCK_TOKENS = 32
@@ -70,7 +73,7 @@ class Engines:
             for slot in self._slots:
                 slot.started_at = time.monotonic()
             return
-        if pool.host not in ("127.0.0.1", "localhost", "::1"):
+        if pool.host not in LOOPBACK:
             self._control.warn(
                 f"pool.host={pool.host}: the engines' control routes have no authentication and are now open to that network"
             )
@@ -88,7 +91,13 @@ class Engines:
         spec = engine_spec(self._config, pool, self._policy, slot.number, port)
         command = engine_command(spec, os.environ, str(pool.python or sys.executable))
         slot.child = Child(
-            Command(slot.name, command.arguments, command.environment, self._logs / f"{slot.name}.log", grace_seconds=3)
+            Command(
+                slot.name,
+                command.arguments,
+                command.environment,
+                self._logs / f"{slot.name}.log",
+                grace_seconds=GRACE_SECONDS,
+            )
         )
         slot.started_at, slot.ready = time.monotonic(), False
         self._control.watch(slot.name, slot.child.poll)
@@ -182,29 +191,43 @@ class Engines:
             )
 
     def _admit_late(self, live: RefitRecord) -> None:
-        """Admit engines that joined after the version went live, once they say that they carry it."""
+        """Admit engines that joined after the version went live, once they say that they carry it.
+
+        An engine that a refit broke may say so too: it says what it was told, not what it holds.
+        """
         stamp = f"{live.attempt}.{live.version}"
         waiting = {member.name for member in self._router.members() if not member.admitted} - set(live.engines)
         for slot in self._slots:
-            if slot.name in waiting and carried_stamp(slot.url) == stamp:
-                self._router.admit(slot.name)
+            if slot.name not in waiting or slot.broken is not None:
+                continue
+            if time.monotonic() - slot.probed_at > PROBE_SECONDS:
+                slot.probed_at = time.monotonic()
+                if carried_stamp(slot.url) == stamp:
+                    self._router.admit(slot.name)
 
     def all_ready(self) -> bool:
         """Whether every engine has answered since it was last started."""
         return all(slot.ready for slot in self._slots)
 
     def __enter__(self) -> "Engines":
-        self.start()
+        with ExitStack() as on_failure:
+            on_failure.callback(self._stop)
+            self.start()
+            on_failure.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # All are told first, so that their graces run together.
-        for slot in self._slots:
-            if slot.child is not None:
-                slot.child.terminate()
-        for slot in self._slots:
-            if slot.child is not None:
-                slot.child.stop()
+        self._stop()
+
+    def _stop(self) -> None:
+        """End all of them by one deadline. One that cannot be ended keeps none of the others."""
+        children = [slot.child for slot in self._slots if slot.child is not None]
+        deadline = time.monotonic() + GRACE_SECONDS
+        for child in children:
+            child.terminate()
+        with ExitStack() as all_stopped:
+            for child in children:
+                all_stopped.callback(child.stop, deadline)
 
 
 def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, port: int) -> EngineSpec:
@@ -233,32 +256,19 @@ def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, p
     )
 
 
-def free_port(host: str) -> int:
-    """A port that is free now."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
-
-
-def port_is_free(host: str, port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return listener.connect_ex((host, port)) != 0
-
-
 def responds(url: str) -> bool:
     """Whether a GET answers 200 within a moment."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):
         return False
 
 
 def carried_stamp(url: str) -> str | None:
-    """The version an engine says it carries; None when it does not answer."""
+    """The version an engine says it carries; None when it gives no answer that says so."""
     try:
         with urllib.request.urlopen(f"{url}/weight_info", timeout=2) as answer:
             return str(json.load(answer)["weight_version"])
-    except (urllib.error.URLError, OSError):
-        return None
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return None  # it is dying, or not an engine any more; its process or the next refit tells

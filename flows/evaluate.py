@@ -14,7 +14,9 @@ from typing import Any, Literal
 import aiohttp
 
 from grpo_core.prompts import Row
-from grpo_core.rollout.group import Generator, derived_seed
+from grpo_core.rollout.chat import ChatError
+from grpo_core.rollout.group import Generator, RolloutFailed, derived_seed
+from grpo_core.rollout.rewards import RewardError
 from grpo_core.trajectory import Turn
 from storage import layout, schema
 from storage.objects import ObjectStore
@@ -61,7 +63,7 @@ class Evaluation:
 def evaluate(
     generator: Generator, rows: Sequence[Row], store: ObjectStore, *, attempt: int, version: int
 ) -> Evaluation:
-    """Sample, score and store. Raise RolloutFailed or RewardError."""
+    """Sample, score and store."""
     settings = generator.config.evaluation
     shares = [settings.samples // len(rows) + (index < settings.samples % len(rows)) for index in range(len(rows))]
     wanted = [Request("sampled", index, share) for index, share in enumerate(shares) if share]
@@ -81,6 +83,13 @@ async def _sample(
     places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
 
     async def one(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        try:
+            return await scored(request, session)
+        except (ChatError, RolloutFailed, RewardError) as error:
+            # One prompt that cannot be answered or scored must not cost the run its evaluation.
+            return [_unscored(rows[request.index], request, version, f"{type(error).__name__}: {error}")]
+
+    async def scored(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         async with places:
             turns = await generator.siblings(
                 generator.chat.render(rows[request.index].messages),
@@ -120,6 +129,19 @@ def _records(
         }
         for turn, text, reward in zip(turns, texts, scores.rewards, strict=True)
     ]
+
+
+def _unscored(row: Row, request: Request, version: int, error: str) -> dict[str, Any]:
+    """The record of held-out completions that could not be made or scored; they have no reward and enter no mean."""
+    return {
+        "version": version,
+        "dataset_index": request.index,
+        "mode": request.mode,
+        "prompt": json.dumps(row.messages),
+        "completion": error,
+        "tokens": 0,
+        "finish_reason": "error",
+    }
 
 
 def _scores(records: Sequence[dict[str, Any]]) -> dict[Mode, Score]:

@@ -57,6 +57,14 @@ class LeaseJob:
                 raise LeaseStopped(f"lease {self.record.lease} was stopped")
         return work.result()
 
+    async def _group(self, ordinal: int, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        """The rows of one ordinal; a tombstone at once for one that has cost its leases too often."""
+        prompt = self.stream.prompt(ordinal)
+        failures = self.record.failure_counts.get(ordinal, 0)
+        if failures >= self.generator.config.generation.max_rollout_attempts:
+            return self.generator.tombstone(prompt, f"{failures} leases with this prompt failed or expired")
+        return await self.generator.group(prompt, session, attempt=self.record.attempt)
+
     async def _generate(self) -> LeaseResult:
         began = time.monotonic()
         config = self.generator.config
@@ -66,11 +74,7 @@ class LeaseJob:
         failures: Counter[str] = Counter()
         parts, tokens = 0, 0
         async with aiohttp.ClientSession(connector=connector) as session:
-            prompts = [self.stream.prompt(ordinal) for ordinal in self.record.ordinals]
-            pending = {
-                asyncio.create_task(self.generator.group(prompt, session, attempt=self.record.attempt))
-                for prompt in prompts
-            }
+            pending = {asyncio.create_task(self._group(ordinal, session)) for ordinal in self.record.ordinals}
             try:
                 rows: list[dict[str, Any]] = []
                 flushed = time.monotonic()

@@ -15,7 +15,7 @@ from storage import layout, schema
 from storage.checkpoints import Manifest
 from storage.layout import LedgerName
 from storage.leases import LeaseRecord, write_lease
-from storage.ledger import LedgerFooter, read_ledger_footer
+from storage.ledger import DROPPED, RETURNED, TRAINED, LedgerFooter, read_ledger_footer
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, read_refit
 
@@ -68,16 +68,16 @@ class Leasing:
         ordinals = rows.column("ordinal").to_pylist()
         arrived = [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
         self.frontier.buffered(arrived)
-        self.frontier.trained(rows.filter(pc.field("state") == "trained").column("ordinal").to_pylist(), name.step)
-        self.frontier.returned(rows.filter(pc.field("state") == "returned").column("ordinal").to_pylist())
-        dropped = rows.filter(pc.field("state") == "dropped")
+        self.frontier.trained(rows.filter(pc.field("state") == TRAINED).column("ordinal").to_pylist(), name.step)
+        self.frontier.returned(rows.filter(pc.field("state") == RETURNED).column("ordinal").to_pylist())
+        dropped = rows.filter(pc.field("state") == DROPPED)
         for ordinal, reason in zip(
             dropped.column("ordinal").to_pylist(), dropped.column("reason").to_pylist(), strict=True
         ):
             self.frontier.dropped([ordinal], reason)
 
     def next_lease(self, size: int) -> LeaseRecord | None:
-        """Write the record of the next lease; None while the window has no room for a whole one."""
+        """Write the record of the next lease, as large as `size` or the room; None while the window has no room."""
         if self.live is None:
             return None
         counts = self.frontier.counts()
@@ -86,16 +86,24 @@ class Leasing:
         )
         if room < 1:
             return None
+        ordinals = tuple(self.frontier.lease(min(size, room)))
+        failures = self.frontier.failure_counts
         record = LeaseRecord(
             attempt=self._attempt,
             lease=self._next_lease,
-            ordinals=tuple(self.frontier.lease(min(size, room))),
+            ordinals=ordinals,
             dispatched_at=time.time(),
             stamp=str(Stamp(self._attempt, self.live.version)),
+            failure_counts={ordinal: failures[ordinal] for ordinal in ordinals if ordinal in failures},
         )
         write_lease(self._store, record)
         self._next_lease += 1
         return record
+
+    @property
+    def leased(self) -> bool:
+        """Whether this attempt has leased anything yet."""
+        return self._next_lease > 0
 
     def arrived(self, ordinals: tuple[int, ...]) -> None:
         """Groups of these ordinals are durable; the ledger may already have said more about them."""
@@ -103,6 +111,8 @@ class Leasing:
             [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
         )
 
-    def returned(self, ordinals: tuple[int, ...]) -> None:
-        """A sealed lease gave these back."""
+    def failed(self, ordinals: tuple[int, ...]) -> None:
+        """A sealed lease gave these back without a group: each has failed once more."""
+        for ordinal in ordinals:
+            self.frontier.set_failure_count(ordinal, self.frontier.failure_counts.get(ordinal, 0) + 1)
         self.frontier.returned(ordinals)

@@ -8,22 +8,22 @@ for whatever reason ends every child process. It keeps no state that the store d
 
 import json
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flows.assets import Materialisation, record_origin, record_progress
 from flows.control import Control, Dispatched, Stopped
+from flows.dispatch import Dispatcher, RunFailed
 from flows.engines import Engines
-from flows.evaluate import evaluate
-from flows.generate import LeaseJob, LeaseResult
+from flows.evaluate import Evaluation, evaluate
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
-from flows.supervise import Child, ChildFailed, Command
+from flows.supervise import Child, ChildFailed
+from flows.trainer import start_trainer, trainer_failure
 from grpo_core.prompts import PromptStream
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.group import Generator
@@ -32,48 +32,24 @@ from grpo_core.rollout.rewards import RewardWorkers
 from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.attempts import AttemptClaim, Fence
+from storage.checkpoints import Manifest
 from storage.errors import ObjectMissing
 from storage.trajectories import TrajectoryStore
 
 # A trainer that dies twice within this time has a fault that a third start would only repeat.
 PATIENCE_SECONDS = 600.0
-# With the engines’ own grace after it, the whole run is gone within fifteen seconds; a trainer in the middle of a longer
-# step loses that step, which the next attempt repeats.
-TRAINER_GRACE_SECONDS = 8.0
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message names the culprit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """Directories of version 0: `skeleton` has the right shapes and tokenizer early, `initial` the right weights."""
-
-    skeleton: Path
-    initial: Path
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    """A dispatched lease. `expired` tells its task that it was sealed; `deadline` is on the monotonic clock."""
-
-    job: LeaseJob
-    future: Dispatched[LeaseResult]
-    expired: threading.Event
-    deadline: float
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One life of the trainer and the leases that belong to it."""
+    """One life of the trainer, with the leases and the evaluation that belong to it."""
 
     claim: AttemptClaim
+    fence: Fence
     leasing: Leasing
+    dispatcher: Dispatcher
     trainer: Child
-    trajectories: TrajectoryStore
-    stop: threading.Event = field(default_factory=threading.Event)
-    leases: dict[int, OpenLease] = field(default_factory=dict)
+    evaluation: Dispatched[Evaluation] | None = None
 
 
 class Pipeline:
@@ -94,7 +70,8 @@ class Pipeline:
         self._began = time.monotonic()
         self._shown = 0.0
         self._history: list[dict[str, float | None]] = []
-        self._failed_groups = 0
+        self._evaluated: set[int] = set()
+        self._origin: Materialisation | None = None
 
     def finish(self, policy: Callable[[], Path], *, after: int) -> None:
         """Run to the last step and the last evaluation. Raise Stopped, RunFailed or what a component raised.
@@ -103,10 +80,12 @@ class Pipeline:
         """
         self._wait_for_engines()
         directory = policy()
+        self._origin = record_origin(self._run, directory)
         died_at: float | None = None
         while True:
             try:
                 self._attempt(directory, after)
+                record_progress(self._run, self._origin)
                 return
             except ChildFailed as failure:
                 if died_at is not None and time.monotonic() - died_at < PATIENCE_SECONDS:
@@ -126,81 +105,84 @@ class Pipeline:
 
     def _attempt(self, policy: Path, after: int) -> None:
         """One life of the trainer. Raise ChildFailed when it dies."""
-        parent = newest_checkpoint(self._run, self._control.warn)
-        claim = claim_attempt(self._run, parent, after=after)
-        self._engines.begin_attempt()
-        failure_file(self._logs).unlink(missing_ok=True)
-        fence = Fence(self._run.store, claim.attempt)
-        attempt = Attempt(
-            claim=claim,
-            leasing=Leasing(
-                self._run.store,
-                claim.attempt,
-                self._run.window,
-                parent,
-                keep_buffered=self._config.checkpointing.load_replay_buffer,
-            ),
-            trainer=Child(trainer_command(self._run, claim.attempt, policy, self._logs)),
-            trajectories=TrajectoryStore(
-                self._run.store, claim.attempt, fence=fence.check, metadata={"run_id": self._config.run_id}
-            ),
-        )
-        self._control.watch(f"trainer-{claim.attempt}", attempt.trainer.poll)
+        attempt = self._begin(policy, after)
         try:
             while (status := attempt.trainer.poll()) is None:
-                self._round(attempt, fence)
+                self._round(attempt)
                 time.sleep(self._run.store.poll_seconds)
             self._observe(attempt)
             if status != 0:
-                # A trainer that a newer attempt fenced died as it should; another one from here would fence that attempt.
-                fence.check()
-                raise self._trainer_failure(attempt.trainer)
+                # A trainer that a newer attempt fenced died as it should; another one would fence that attempt.
+                attempt.fence.check()
+                raise trainer_failure(attempt.trainer, self._logs)
+            if attempt.leasing.steps_done < self._run.steps:
+                raise Stopped("cancel", attempt.leasing.steps_done)
             self._last_evaluation(attempt)
         finally:
-            attempt.stop.set()
+            attempt.dispatcher.stop.set()
             attempt.trainer.stop()
-            self._show(attempt, "stopping", now=True)
 
-    def _trainer_failure(self, trainer: Child) -> ChildFailed:
-        """What ended the trainer: a rank's own words if it left any, because torchrun's last lines are about torchrun."""
-        words = failure_file(self._logs)
-        if words.exists():
-            return ChildFailed(f"the trainer failed: {words.read_text(encoding='utf-8')}; see {trainer.command.log}")
-        return trainer.failure()
+    def _begin(self, policy: Path, after: int) -> Attempt:
+        """Claim the attempt and start its trainer."""
+        store, keep = self._run.store, self._config.checkpointing.load_replay_buffer
+        parent = newest_checkpoint(self._run, self._control.warn)
+        claim = claim_attempt(self._run, parent, after=after)
+        fence = Fence(store, claim.attempt)
+        leasing = Leasing(store, claim.attempt, self._run.window, parent, keep_buffered=keep)
+        trajectories = TrajectoryStore(
+            store, claim.attempt, fence=fence.check, metadata={"run_id": self._config.run_id}
+        )
+        dispatcher = Dispatcher(
+            leasing=leasing,
+            trajectories=trajectories,
+            generator=self._generator,
+            stream=self._stream,
+            control=self._control,
+            on_tokens=lambda count: self._meter.tokens(count, time.monotonic()),
+        )
+        self._control.say(f"attempt {claim.attempt} of {self._config.run_id} continues from {_start(parent)}")
+        self._engines.begin_attempt()
+        trainer = start_trainer(self._run, claim.attempt, policy, self._logs)
+        self._control.watch(f"trainer-{claim.attempt}", trainer.poll)
+        return Attempt(claim, fence, leasing, dispatcher, trainer)
 
-    def _round(self, attempt: Attempt, fence: Fence) -> None:
+    def _round(self, attempt: Attempt) -> None:
+        self._tend(attempt)
+        attempt.dispatcher.collect()
+        if attempt.leasing.live is None:
+            self._show(attempt, "first refit")
+        elif self._first_evaluation(attempt):
+            self._show(attempt, "evaluating version 0")
+        else:
+            attempt.dispatcher.dispatch()
+            self._show(attempt, "training")
+
+    def _tend(self, attempt: Attempt) -> None:
+        """What must go on whatever the run is doing: listen, observe, and look after the engines."""
         self._heed(attempt)
         self._observe(attempt)
         self._replace_broken(attempt)
         self._engines.watch(self._run.store, attempt.claim.attempt, attempt.leasing.live)
-        self._collect(attempt)
-        if attempt.leasing.live is not None:
-            self._first_evaluation(attempt)
-            self._dispatch(attempt)
-        self._show(attempt, "training" if attempt.leasing.live is not None else "first refit", fence=fence)
 
     def _heed(self, attempt: Attempt | None) -> None:
         """Stop in good order when asked to: the trainer first, because it has a checkpoint to write."""
         wish = self._control.wish()
         if wish == "run":
             return
-        step = 0
         if attempt is not None:
-            attempt.stop.set()
+            attempt.dispatcher.stop.set()
             attempt.trainer.stop()
-            attempt.leasing.observe()
-            step = attempt.leasing.steps_done
-        raise Stopped(wish, step)
+        raise Stopped(wish, 0 if attempt is None else attempt.leasing.steps_done)
 
     def _observe(self, attempt: Attempt) -> None:
         for footer in attempt.leasing.observe():
             self._meter.step(footer, time.monotonic())
             self._history.append({"step": float(footer.name.step), **footer.metrics})
+            # The checkpoint of a step is committed after its ledger, so it is there by the time of the next step.
+            if self._origin is not None and footer.name.step % self._config.checkpointing.save_period == 1:
+                record_progress(self._run, self._origin)
         live = attempt.leasing.live
-        if live is not None and (
-            self._router.stamp is None
-            or (live.attempt, live.version) != (self._router.stamp.attempt, self._router.stamp.version)
-        ):
+        if live is not None and Stamp(live.attempt, live.version) != self._router.stamp:
             self._router.live(Stamp(live.attempt, live.version), live.engines)
 
     def _replace_broken(self, attempt: Attempt) -> None:
@@ -211,111 +193,46 @@ class Pipeline:
             return
         self._engines.replace(report.get("broken_engines", {}))
 
-    def _dispatch(self, attempt: Attempt) -> None:
-        while (record := attempt.leasing.next_lease(self._config.lease_prompts)) is not None:
-            expired = threading.Event()
-            job = LeaseJob(
-                record=record,
-                generator=self._generator,
-                stream=self._stream,
-                trajectories=attempt.trajectories,
-                stopped=partial(_any_set, expired, attempt.stop),
-                on_tokens=lambda count: self._meter.tokens(count, time.monotonic()),
-            )
-            deadline = time.monotonic() + self._config.generation.lease_timeout_seconds
-            attempt.leases[record.lease] = OpenLease(job, self._control.dispatch(job), expired, deadline)
-
-    def _collect(self, attempt: Attempt) -> None:
-        """Take in finished leases; seal those that failed or expired, so that what is missing is leased again."""
-        for number, lease in list(attempt.leases.items()):
-            if not lease.future.done():
-                if time.monotonic() > lease.deadline:
-                    lease.expired.set()
-                    self._seal(attempt, lease, "expired")
-                continue
-            try:
-                result = lease.future.result()
-            except Exception as error:  # noqa: BLE001 - whatever a task raises comes back here, and costs its lease alone
-                self._seal(attempt, lease, f"failed ({type(error).__name__}: {error})")
-                continue
-            del attempt.leases[number]
-            attempt.leasing.arrived(result.arrived)
-            if failed := sum(result.failures.values()):
-                self._count_failures(failed, next(iter(result.failures)))
-            if failed < len(result.arrived):
-                self._failed_groups = 0
-
-    def _seal(self, attempt: Attempt, lease: OpenLease, why: str) -> None:
-        """End a lease in place of its task. Its last part says which ordinals go back."""
-        record = lease.job.record
-        del attempt.leases[record.lease]
-        if attempt.stop.is_set():
-            return
-        footer = attempt.trajectories.seal(record.lease, record.ordinals)
-        attempt.leasing.arrived(tuple(set(record.ordinals) - set(footer.returned)))
-        attempt.leasing.returned(footer.returned)
-        self._control.warn(f"lease {record.lease} {why}; {len(footer.returned)} of its ordinals are leased again")
-        self._count_failures(1, f"lease {record.lease} {why}")
-
-    def _count_failures(self, count: int, cause: str) -> None:
-        self._failed_groups += count
-        limit = self._config.grpo.async_grpo.max_generation_failures
-        if self._failed_groups > limit:
-            raise RunFailed(
-                f"{self._failed_groups} groups failed in a row, more than grpo.async_grpo.max_generation_failures={limit}; the cause was: {cause}"
-            )
-
-    def _first_evaluation(self, attempt: Attempt) -> None:
-        """Version 0 is evaluated before the first lease, so that nothing else changes meanwhile."""
-        leasing = attempt.leasing
-        if (
-            self._config.evaluation.at_start
-            and leasing.steps_done == 0
-            and not attempt.leases
-            and not self._evaluated(0)
-        ):
-            self._evaluate(attempt, 0)
+    def _first_evaluation(self, attempt: Attempt) -> bool:
+        """Whether version 0 is being evaluated, which comes before the first lease so that nothing else changes."""
+        due = self._config.evaluation.at_start and attempt.leasing.steps_done == 0 and not attempt.leasing.leased
+        return due and self._evaluating(attempt, 0)
 
     def _last_evaluation(self, attempt: Attempt) -> None:
         version = self._run.steps // self._config.refit.every_steps
-        if attempt.leasing.steps_done < self._run.steps:
-            raise Stopped("cancel", attempt.leasing.steps_done)
-        if self._config.evaluation.at_end and not self._evaluated(version):
-            self._evaluate(attempt, version)
-
-    def _evaluated(self, version: int) -> bool:
-        return has_evaluation(self._run.store, version, self._config.refit.every_steps)
-
-    def _evaluate(self, attempt: Attempt, version: int) -> None:
-        """Evaluate, still listening to whoever may want us to stop."""
-        if not self._run.splits.held_out:
-            return
-        work = partial(
-            evaluate,
-            self._generator,
-            self._run.splits.held_out,
-            self._run.store,
-            attempt=attempt.claim.attempt,
-            version=version,
-        )
-        future = self._control.evaluate(version, work)
-        while not future.done():
-            self._heed(attempt)
+        while self._config.evaluation.at_end and self._evaluating(attempt, version):
+            self._tend(attempt)
             self._show(attempt, f"evaluating version {version}")
             time.sleep(self._run.store.poll_seconds)
-        self._control.say(future.result().line())
 
-    def _show(self, attempt: Attempt | None, phase: str, *, now: bool = False, fence: Fence | None = None) -> None:
+    def _evaluating(self, attempt: Attempt, version: int) -> bool:
+        """Whether the evaluation of a version is still under way; starts it if there is none in the store."""
+        if version in self._evaluated or not self._run.splits.held_out:
+            return False
+        if attempt.evaluation is None:
+            if has_evaluation(self._run.store, version, self._config.refit.every_steps):
+                self._evaluated.add(version)
+                return False
+            rows, number = self._run.splits.held_out, attempt.claim.attempt
+            work = partial(evaluate, self._generator, rows, self._run.store, attempt=number, version=version)
+            attempt.evaluation = self._control.evaluate(version, work)
+        if not attempt.evaluation.done():
+            return True
+        self._control.say(attempt.evaluation.result().line())
+        self._evaluated.add(version)
+        attempt.evaluation = None
+        return False
+
+    def _show(self, attempt: Attempt | None, phase: str) -> None:
         """Refresh the view and our sign of life, about once a second."""
         moment = time.monotonic()
         self._meter.engines(self._router.load() > 0, moment)
-        if not now and moment - self._shown < self._config.logging.progress_seconds:
+        if moment - self._shown < self._config.logging.progress_seconds:
             return
         self._shown = moment
         progress = self._progress(attempt, phase, moment)
         if attempt is not None:
-            if fence is not None:
-                fence.check()
+            attempt.fence.check()
             record = {
                 "at": time.time(),
                 "pid": os.getpid(),
@@ -355,40 +272,5 @@ class Pipeline:
         )
 
 
-def _any_set(*events: threading.Event) -> bool:
-    return any(event.is_set() for event in events)
-
-
-def failure_file(logs: Path) -> Path:
-    """Where the first rank that fails says why."""
-    return logs / "trainer.failure"
-
-
-def trainer_command(run: Run, attempt: int, policy: Path, logs: Path) -> Command:
-    """The torchrun group of one attempt. Pure."""
-    config = run.config
-    training = config.training
-    python = str(training.python or sys.executable)
-    group = [f"--nproc-per-node={training.ranks}", "--max-restarts=0"]
-    if training.nodes > 1:
-        group += [
-            f"--nnodes={training.nodes}",
-            "--node-rank=0",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={training.rendezvous}",
-        ]
-    else:
-        group += ["--standalone"]
-    arguments = [
-        *(python, "-m", "torch.distributed.run", *group, "-m", "grpo_core.training"),
-        *("--root", config.storage.root, "--run-id", config.run_id, "--attempt", str(attempt), "--policy", str(policy)),
-        *("--storage-options", json.dumps(config.storage.options), "--storage-client", config.storage.client),
-        *("--failure-file", str(failure_file(logs))),
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(training.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return Command("trainer", arguments, environment, logs / "trainer.log", grace_seconds=TRAINER_GRACE_SECONDS)
+def _start(parent: Manifest | None) -> str:
+    return "version 0" if parent is None else f"the checkpoint of step {parent.step} of attempt {parent.attempt}"

@@ -1,6 +1,6 @@
 """Where a run is, as plain numbers: what the live view, the artifacts and the progress record all show."""
 
-import time
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,9 +36,10 @@ class Progress:
 
 
 class Meter:
-    """Turns events into rates. All methods take the time, so a test can choose it."""
+    """Turns events into rates. All methods take the time, so a test can choose it. Thread-safe: tasks add, we read."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._tokens: deque[tuple[float, float]] = deque()
         self._engine: deque[tuple[float, float]] = deque()
         self._steps: deque[tuple[float, float]] = deque()
@@ -57,15 +58,19 @@ class Meter:
     def step(self, footer: LedgerFooter, now: float) -> None:
         self._add(self._steps, now, footer.metrics.get("step_seconds") or 0.0)
 
-    @staticmethod
-    def _add(events: deque[tuple[float, float]], now: float, amount: float) -> None:
-        events.append((now, amount))
-        while events and now - events[0][0] > HORIZON_SECONDS:
-            events.popleft()
+    def _add(self, events: deque[tuple[float, float]], now: float, amount: float) -> None:
+        with self._lock:
+            events.append((now, amount))
+            while events and now - events[0][0] > HORIZON_SECONDS:
+                events.popleft()
+
+    def _recent(self, events: deque[tuple[float, float]], now: float) -> list[tuple[float, float]]:
+        with self._lock:
+            return [(at, amount) for at, amount in events if now - at <= HORIZON_SECONDS]
 
     def _rate(self, events: deque[tuple[float, float]], now: float) -> float:
         span = min(HORIZON_SECONDS, now - (self._began if self._began is not None else now))
-        return sum(amount for at, amount in events if now - at <= HORIZON_SECONDS) / span if span > 0 else 0.0
+        return sum(amount for _, amount in self._recent(events, now)) / span if span > 0 else 0.0
 
     def tokens_per_second(self, now: float) -> float:
         return self._rate(self._tokens, now)
@@ -78,9 +83,5 @@ class Meter:
 
     def seconds_per_step(self, now: float) -> float | None:
         """Over the last minute; None before two steps."""
-        recent = [at for at, _ in self._steps if now - at <= HORIZON_SECONDS]
+        recent = [at for at, _ in self._recent(self._steps, now)]
         return (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else None
-
-
-def now() -> float:
-    return time.monotonic()

@@ -6,10 +6,13 @@ Imports no Prefect, so that the command line can name these errors before it kno
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from flows.engines import free_port, port_is_free, responds
+from flows.control import Stopped, Wish
+from flows.engines import responds
 from flows.supervise import Child, Command
+from grpo_core.ports import free_port, port_is_free
 
 HOST = "127.0.0.1"
 PORT = 4200
@@ -52,8 +55,8 @@ class LocalServer:
         arguments = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(self._port)]
         self._command = Command("prefect-server", arguments, environment, log, grace_seconds=5)
 
-    def wait(self) -> None:
-        """Wait until the API answers. Raise ServerFailed."""
+    def wait(self, wish: Callable[[], Wish]) -> None:
+        """Wait until the API answers, asking meanwhile whether to go on. Raise ServerFailed, or Stopped."""
         deadline = time.monotonic() + START_SECONDS
         while not responds(f"{self.url}/api/health"):
             if self._child.poll() is not None:
@@ -62,6 +65,8 @@ class LocalServer:
                 raise ServerFailed(
                     f"the local Prefect server did not answer within {START_SECONDS:.0f} s; its last lines are:\n{self._child.tail()}"
                 )
+            if (wished := wish()) != "run":
+                raise Stopped(wished, 0)
             time.sleep(0.2)
 
     def __enter__(self) -> "LocalServer":

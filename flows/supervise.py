@@ -2,7 +2,8 @@
 
 Contract: a child gets a session of its own, so one signal reaches all it started; it is told to end by SIGTERM, then
 SIGKILL after its grace; when this process dies, however it dies, a guardian that holds the other end of a pipe kills
-it and all that descends from it. Start children from any thread. `Child.tail` is what to show when it ends badly.
+it and all that descends from it. Nobody else is ever killed: the number of a process that has ended may be another's
+by then. Every wait has a deadline. Start children from any thread. `Child.tail` is what to show when it ends badly.
 """
 
 import contextlib
@@ -14,13 +15,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 TAIL_BYTES = 4096
-# Runs beside each child. It reads a pipe that only the flow holds open: end of file means the flow is gone, and then
-# everything that descends from the child goes too, however deep and whatever its session (torchrun gives each rank one
-# of its own). PR_SET_PDEATHSIG would not reach that far. It imports nothing before it is needed, so it costs nothing.
+# A process is gone within moments of SIGKILL, unless it hangs in the kernel.
+KILL_SECONDS = 10.0
+# Runs beside each child. It reads a pipe that only the flow holds open: end of file means that the flow is gone or that
+# the child has ended, and then what is left of it goes too, however deep and whatever its session (torchrun gives each
+# rank one of its own). PR_SET_PDEATHSIG would not reach that far. The child is older than its guardian: a younger process
+# of that number is a stranger. It imports nothing before it is needed, so it costs nothing.
 GUARDIAN = """
 import os, signal, sys
 child = int(sys.argv[1])
@@ -30,7 +35,10 @@ while os.read(0, 1):
 sys.path.append(sys.argv[2])
 import psutil
 try:
-    descendants = psutil.Process(child).children(recursive=True)
+    process = psutil.Process(child)
+    if process.create_time() > psutil.Process().create_time():
+        raise SystemExit
+    descendants = process.children(recursive=True)
 except psutil.NoSuchProcess:
     descendants = []
 try:
@@ -76,6 +84,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._descendants: set[psutil.Process] = set()
         self._guardian = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", GUARDIAN, str(self._process.pid), str(Path(psutil.__file__).parents[1])],
             stdin=subprocess.PIPE,
@@ -90,8 +99,12 @@ class Child:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
-        return self._process.poll()
+        """The exit status, or None while it runs. Once it has ended, its guardian ends what it left behind, and itself."""
+        status = self._process.poll()
+        if status is not None:
+            self._end_of_guard().close()
+            self._guardian.poll()
+        return status
 
     def wait(self, seconds: float) -> int:
         """The exit status. Raise subprocess.TimeoutExpired."""
@@ -117,37 +130,59 @@ class Child:
 
     def terminate(self) -> None:
         """Ask the whole session to end; `stop` sees to it that it does."""
+        self._remember_descendants()
         self._signal(signal.SIGTERM)
 
-    def stop(self) -> None:
-        """End it and all that descends from it: SIGTERM, its grace, SIGKILL."""
-        deadline = time.monotonic() + self.command.grace_seconds
-        descendants = self._descendants()
-        self._signal(signal.SIGTERM)
+    def stop(self, deadline: float | None = None) -> None:
+        """End it and all that descends from it: SIGTERM, its grace, SIGKILL. Raise ChildFailed if even that fails.
+
+        `deadline`, on the monotonic clock, replaces the end of its own grace, so that several can share one.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self.command.grace_seconds
+        self.terminate()
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            self._remember_descendants()
             self._signal(signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ChildFailed(
+                f"{self.command.name} (process {self.pid}) still runs {KILL_SECONDS:g} s after SIGKILL: it hangs in the "
+                "kernel; look at its devices and file systems"
+            ) from error
         # What it had started may linger when it did not take its own children along.
         self._signal(signal.SIGKILL)
-        for process in descendants:
+        for process in self._descendants:
+            # psutil compares start times, so it never kills another process of that number.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        assert self._guardian.stdin is not None
-        self._guardian.stdin.close()
-        self._guardian.wait()
+        self._guardian.kill()
+        self._end_of_guard().close()
+        self._guardian.wait(KILL_SECONDS)
 
-    def _descendants(self) -> list[psutil.Process]:
-        """Those with a session of their own too, which a signal to our group does not reach."""
-        try:
-            return psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+    def _end_of_guard(self) -> IO[bytes]:
+        """The pipe whose end the guardian waits for."""
+        assert self._guardian.stdin is not None
+        return self._guardian.stdin
+
+    def _remember_descendants(self) -> None:
+        """Those with a session of their own too, which a signal to our group does not reach.
+
+        Once their parent has ended they are no longer found, so they are noted before each signal.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process.returncode is None:
+                self._descendants |= set(psutil.Process(self.pid).children(recursive=True))
 
     def _signal(self, number: signal.Signals) -> None:
+        """To its whole group; what it left behind keeps the group's number from being given away."""
+        if self._process.returncode is not None and psutil.pid_exists(self.pid):
+            return  # it has ended with all its group, and the number is another process's by now
         try:
-            os.killpg(self._process.pid, number)
+            os.killpg(self.pid, number)
         except ProcessLookupError:
             return  # already gone, which is what was wanted
 

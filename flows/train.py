@@ -5,10 +5,13 @@ a progress artifact, a table of metrics and one line of log now and then make th
 """
 
 import contextvars
+import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from logging import Logger, LoggerAdapter
 from typing import Any
 from uuid import UUID
@@ -24,6 +27,7 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RET
 from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
+from pydantic import ValidationError
 
 from flows.artifacts import Artifacts
 from flows.assembly import Summary, run_to_end
@@ -40,8 +44,12 @@ POLL_SECONDS = 2.0
 REQUEST_SECONDS = 5.0
 # A server may hesitate this long before anybody hears of it.
 SILENCE_SECONDS = 10.0
-# What may go wrong between us and a server that is away or of another age; everything else is a fault of ours.
-SERVER_AWAY = (httpx.HTTPError, PrefectException, OSError, ValueError)
+# What may go wrong between us and a server that is away, or of another age so that its answers are not JSON or lack a
+# field; everything else is a fault of ours.
+SERVER_AWAY = (httpx.HTTPError, PrefectException, OSError, json.JSONDecodeError, ValidationError)
+# The signals of the command that calls the flow, if one does. What came before the flow ran counts in it, and what
+# ends the flow is the command's exit status.
+COMMAND: ContextVar[Signals | None] = ContextVar("command", default=None)
 # How a process ends that has done its work, or was told to stop because the others have.
 GOOD_ENDS = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -81,7 +89,7 @@ def train(config: RunConfig, take_over: bool = False) -> Summary | State[Any]:
         take_over: Fence a flow that seems to own the run, even while it shows signs of life.
     """
     logger = get_run_logger()
-    with Signals() as signals, LiveView() as view, PrefectControl(config, signals, view, logger) as control:
+    with flow_signals() as signals, LiveView() as view, PrefectControl(config, signals, view, logger) as control:
         try:
             summary = run_to_end(config, control, take_over=take_over)
         except Stopped as stopped:
@@ -91,6 +99,20 @@ def train(config: RunConfig, take_over: bool = False) -> Summary | State[Any]:
             return Cancelled(message=str(stopped))
     logger.info(summary.text())
     return summary
+
+
+@contextmanager
+def flow_signals() -> Generator[Signals, None, None]:
+    """The signals of this flow run, in which those of the command that called it count too."""
+    command = COMMAND.get()
+    with Signals() as signals:
+        if command is not None:
+            signals.number = command.number
+        try:
+            yield signals
+        finally:
+            if command is not None:
+                command.number = signals.number
 
 
 class PrefectControl:
@@ -109,11 +131,15 @@ class PrefectControl:
         self._newest: Progress | None = None
         self._closed = threading.Event()
         self.state: State[Any] | None = None
+        self._fault: Exception | None = None
         # The settings in force, and so the server, are those of the context.
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._talk,), name="prefect-control", daemon=True)
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="prefect-control", daemon=True)
 
     def wish(self) -> Wish:
+        """Whether to go on. Raise what ended the talk with the server, which no outage explains."""
+        if self._fault is not None:
+            raise self._fault
         state = self.state
         if self._signals.number or (state is not None and (state.is_cancelling() or state.is_cancelled())):
             return "cancel"
@@ -139,6 +165,12 @@ class PrefectControl:
 
     def warn(self, message: str) -> None:
         self._logger.warning(message)
+
+    def _run(self) -> None:
+        try:
+            self._talk()
+        except Exception as error:  # noqa: BLE001 - it would end this thread unheard, and cancellation with it
+            self._fault = error
 
     def _talk(self) -> None:
         """Ask for our state and refresh the artifacts; while the server is away, keep the last answer and ask again."""

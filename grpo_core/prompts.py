@@ -91,8 +91,12 @@ def load_splits(config: DataConfig) -> Splits:
 
 def _reasoning_gym(source: ReasoningGymData, seed: int, size: int, *, skip: frozenset[str]) -> list[Row]:
     """`size` different questions of the task, none of them in `skip`."""
-    import reasoning_gym
-
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DataError(
+            f"data.source.kind=reasoning_gym needs the package reasoning-gym ({error}); install it with `pip install 'forebay[tasks]'`"
+        ) from error
     # A small task runs out of different questions; ten times as many draws as asked for is where we say so.
     try:
         entries = reasoning_gym.create_dataset(source.task, size=10 * size, seed=seed, **source.task_config)

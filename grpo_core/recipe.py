@@ -22,6 +22,7 @@ CONTINUABLE = ("grpo.max_num_steps", "grpo.max_num_epochs", "pool", "storage", "
 class ConfigError(ValueError):
     """A recipe that cannot be run; the message names the key, the value and what to do."""
 
+
 # pydantic's own words for these would not tell a person what to do.
 SAID_PLAINLY = {
     "extra_forbidden": "is not a known key; check its spelling and its section",

@@ -98,6 +98,19 @@ def committed(store: ObjectStore) -> list[CheckpointName]:
     return sorted(names)
 
 
+def readable(store: ObjectStore, *, on_damaged: Callable[[CheckpointName, DamagedCheckpoint], None]) -> list[Manifest]:
+    """The manifests that can be read, oldest first; `on_damaged` hears of the others. No file is looked at."""
+    manifests = []
+    for name in committed(store):
+        try:
+            manifests.append(read_manifest(store, name.attempt, name.step))
+        except DamagedCheckpoint as error:
+            on_damaged(name, error)
+        except ObjectMissing:
+            continue  # deleted between listing and reading
+    return manifests
+
+
 def newest_valid(
     store: ObjectStore, *, on_damaged: Callable[[CheckpointName, DamagedCheckpoint], None]
 ) -> Manifest | None:

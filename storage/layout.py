@@ -22,10 +22,8 @@ _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
 _LEASE = re.compile(r"leases/(\d{6,})/\d{6,}/lease-(\d{9,})\.json")
 _PART = re.compile(r"trajectories/(\d{6,})/\d{6,}/lease-(\d{9,})\.part-(\d{3,})\.parquet")
 _LEDGER = re.compile(r"ledger/(\d{6,})/\d{6,}/step-(\d{9,})(?:\.drops-(\d{3,}))?\.parquet")
-_CHANGE = re.compile(r"pool/(\d{6,})/change-(\d{6,})\.json")
 _CHECKPOINT = re.compile(r"checkpoints/(\d{6,})/step-(\d{9,})/")
 _WEIGHTS = re.compile(r"weights/(\d{6,})/version-(\d{9,})/")
-_REFIT = re.compile(r"refits/(\d{6,})/version-(\d{9,})\.json")
 _EVALUATION = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})(?:\.([a-z0-9_-]+))?\.parquet")
 
 
@@ -57,12 +55,6 @@ class LedgerName:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PoolChangeName:
-    attempt: int
-    change: int
-
-
-@dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
     attempt: int
     step: int
@@ -70,7 +62,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class VersionName:
-    """Published weights or a completed refit."""
+    """Published weights."""
 
     attempt: int
     version: int
@@ -195,11 +187,6 @@ def pool_change(attempt: int, change: int) -> str:
     return f"{pool_prefix(attempt)}change-{_number(change, 6)}.json"
 
 
-def parse_pool_change(key: str) -> PoolChangeName | None:
-    match = _CHANGE.fullmatch(key)
-    return PoolChangeName(int(match[1]), int(match[2])) if match else None
-
-
 def checkpoints_prefix(attempt: int | None = None) -> str:
     return "checkpoints/" if attempt is None else f"checkpoints/{_number(attempt, 6)}/"
 
@@ -243,11 +230,6 @@ def refit(attempt: int, version: int) -> str:
     return f"{refits_prefix(attempt)}version-{_number(version, 9)}.json"
 
 
-def parse_refit(key: str) -> VersionName | None:
-    match = _REFIT.fullmatch(key)
-    return VersionName(int(match[1]), int(match[2])) if match else None
-
-
 def evaluations_prefix(attempt: int | None = None) -> str:
     return "evaluations/" if attempt is None else f"evaluations/{_number(attempt, 6)}/"
 
@@ -261,6 +243,11 @@ def evaluation(attempt: int, version: int, name: str | None = None) -> str:
 def parse_evaluation(key: str) -> EvaluationName | None:
     match = _EVALUATION.fullmatch(key)
     return EvaluationName(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def asset(name: str, partition: str) -> str:
+    """The record of one partition of an asset."""
+    return f"assets/{_word(name)}/{_word(partition)}.json"
 
 
 def _common_beginning(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from storage import layout
-from storage.errors import DamagedRecord
+from storage.errors import DamagedRecord, ObjectMissing
 from storage.objects import ObjectStore
 from storage.records import read_record, write_record
 
@@ -64,5 +64,13 @@ def lease_numbers(store: ObjectStore, attempt: int, *, after: int = -1) -> list[
 
 
 def list_leases(store: ObjectStore, attempt: int, *, after: int = -1) -> list[LeaseRecord]:
-    """The records of all leases numbered above `after`, ascending."""
-    return [read_lease(store, attempt, number) for number in lease_numbers(store, attempt, after=after)]
+    """The records of all leases numbered above `after`, ascending; they are dense, so a missing number is the end.
+
+    Lists nothing: where there is no new lease, this is one request.
+    """
+    records: list[LeaseRecord] = []
+    while True:
+        try:
+            records.append(read_lease(store, attempt, after + 1 + len(records)))
+        except ObjectMissing:
+            return records

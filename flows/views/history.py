@@ -17,7 +17,7 @@ from flows.views.standing import OpenOrdinal, recorded_run, standing
 from flows.views.terminal import figure, plain
 from storage import layout, schema
 from storage.layout import LedgerName, PartName
-from storage.ledger import RETURNED, ledger_names
+from storage.ledger import RETURNED, TRAINED, ledger_names
 from storage.objects import ObjectStore
 from storage.trajectories import TrajectoryStore
 
@@ -87,7 +87,7 @@ def _decided(store: ObjectStore, names: Sequence[LedgerName]) -> Iterator[Line]:
     with ThreadPoolExecutor(PARALLEL_READS) as readers:
         for table in readers.map(read, names):
             for row in table.to_pylist():
-                trained = row["state"] == "trained"
+                trained = row["state"] == TRAINED
                 yield {**row, "step": row["step"] if trained else None, "reward_mean": _rounded(row["reward_mean"])}
 
 

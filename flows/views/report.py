@@ -28,7 +28,7 @@ from flows.views.terminal import figure, visible
 from storage import layout, schema
 from storage.attempts import Link, attempt_numbers, living_chain, read_attempt
 from storage.layout import LedgerName
-from storage.ledger import RETURNED, Totals, ledger_names, newest_footer
+from storage.ledger import DROPPED, RETURNED, Totals, ledger_names, newest_footer
 from storage.objects import ObjectStore
 
 MOST_POINTS = 600
@@ -243,8 +243,7 @@ def waste_table(
 ) -> list[dict[str, Any]]:
     """What was generated and not trained, or trained and lost: (what, cause, count, unit)."""
     rows = [
-        {"what": "dropped", "cause": reason, "count": count, "unit": "groups"}
-        for reason, count in totals.dropped.items()
+        {"what": DROPPED, "cause": reason, "count": count, "unit": "groups"} for reason, count in totals.dropped.items()
     ]
     files = [name for name in living if name.drops is not None]
     if len(files) <= MOST_DROP_FILES:
@@ -253,7 +252,7 @@ def waste_table(
     else:
         causes = Counter({"all causes": totals.returned} if totals.returned else {})
     rows += [
-        {"what": "returned", "cause": cause, "count": count, "unit": "groups"} for cause, count in causes.most_common()
+        {"what": RETURNED, "cause": cause, "count": count, "unit": "groups"} for cause, count in causes.most_common()
     ]
     if totals.tokens_masked:
         rows.append(

@@ -123,7 +123,8 @@ def standing(store: ObjectStore, run: RecordedRun) -> Standing:
     ended = OpenOrdinal(
         (0, 0, LEASED), OrdinalState.RETURNED, reason=f"attempt {base.attempt if base else attempt} ended"
     )
-    members = [o for state in ("buffered", "in_flight", "returned") for o in frontier.members(OrdinalState(state))]
+    undecided = (OrdinalState.BUFFERED, OrdinalState.IN_FLIGHT, OrdinalState.RETURNED)
+    members = [ordinal for state in undecided for ordinal in frontier.members(state)]
     return Standing(frontier, base.frontier["cut"] if base else 0, {o: events.get(o, ended) for o in sorted(members)})
 
 

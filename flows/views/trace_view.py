@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.views.terminal import figure, plain
+from storage.ledger import TRAINED
 
 Record = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ def _decision(decision: Record) -> Text:
     where = f"attempt {decision['attempt']}, step {decision['step']}"
     if not decision["living"]:
         where += ", dead branch"
-    if decision["state"] != "trained":
+    if decision["state"] != TRAINED:
         return plain(f"{decision['state']} ({where}): {decision['reason']}", "yellow")
     lags = f"lag mean {figure(decision['lag_mean'], 2)}, max {figure(decision['lag_max'], 0)}"
     tokens = f"{figure(decision['tokens_trained'], 0)} of {figure(decision['tokens_generated'], 0)} tokens"

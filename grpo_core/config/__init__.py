@@ -31,6 +31,7 @@ from grpo_core.config.learning import (
     WarmStart,
 )
 from grpo_core.config.operation import (
+    LOOPBACK,
     CheckpointingConfig,
     EvaluationConfig,
     ExternalPool,
@@ -43,6 +44,7 @@ from grpo_core.config.operation import (
 from grpo_core.config.section import Section
 
 __all__ = [
+    "LOOPBACK",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "DataConfig",
@@ -121,15 +123,42 @@ class RunConfig(Section):
             raise ValueError(
                 f"a step has {rows} rollouts for {self.training.ranks * self.training.nodes} trainer ranks; raise grpo.num_prompts_per_step"
             )
-        if self.refit.backend != "gloo" and self.training.device != "cuda":
+        if self.training.step_timeout_seconds <= self.generation.lease_timeout_seconds:
             raise ValueError(
-                f"refit.backend={self.refit.backend} needs GPUs, but training.device is {self.training.device}; use gloo"
+                f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
+                f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
             )
-        if self.refit.backend == "ipc" and self.training.nodes > 1:
-            raise ValueError(
-                "refit.backend=ipc shares one machine's GPU memory, but training.nodes is more than 1; use nccl"
-            )
+        if fault := self._refit_fault():
+            raise ValueError(fault)
         return self
+
+    def _refit_fault(self) -> str | None:
+        """Why the weights could not move from this trainer to these engines."""
+        backend, training, pool = self.refit.backend, self.training, self.pool
+        engines_on = pool.device if isinstance(pool, LocalPool) else None
+        if backend == "gloo":
+            if engines_on == "cuda":
+                return "refit.backend=gloo serves engines on CPUs, but pool.device is cuda; use nccl or ipc"
+            return None
+        if training.device != "cuda":
+            return f"refit.backend={backend} needs GPUs, but training.device is {training.device}; use gloo"
+        if engines_on == "cpu":
+            return f"refit.backend={backend} needs engines on GPUs, but pool.device is cpu; set it to cuda, or use gloo"
+        if backend == "ipc":
+            if training.nodes > 1:
+                return "refit.backend=ipc shares one machine's GPU memory, but training.nodes is more than 1; use nccl"
+            if training.ranks > 1:
+                return (
+                    f"refit.backend=ipc shares the memory of one GPU, but training.ranks is {training.ranks}; use nccl"
+                )
+            if not isinstance(pool, LocalPool):
+                return "refit.backend=ipc shares one machine's GPU memory, but pool.kind is external; use nccl"
+            if pool.host not in LOOPBACK:
+                return (
+                    f"refit.backend=ipc sends handles as pickles, which only engines on loopback may accept, but pool.host is {pool.host}; "
+                    "set it to 127.0.0.1, or use nccl"
+                )
+        return None
 
     @property
     def lease_prompts(self) -> int:

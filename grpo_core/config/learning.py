@@ -9,6 +9,11 @@ from pydantic import Field, PositiveInt, model_validator
 
 from grpo_core.config.section import Section
 
+# What the descriptions of keys say that the loss reads and that change nothing yet.
+RATIO_IS_ONE = (
+    "No effect yet: each batch makes one optimizer step, the old policy is the current one, and the ratio is exactly 1"
+)
+NO_KL = "No effect while beta is 0"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
@@ -36,6 +41,14 @@ class TinyModel(Section):
     intermediate_size: PositiveInt = Field(384, description="Width of the feed-forward layers")
     vocabulary_size: PositiveInt = Field(512, ge=259, description="Upper bound for the trained tokenizer")
     tie_word_embeddings: bool = Field(False, description="Share input and output embeddings")
+
+    @model_validator(mode="after")
+    def _heads_share_keys(self) -> TinyModel:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.source.kv_heads={self.kv_heads} does not divide model.source.heads={self.heads}; choose one that does"
+            )
+        return self
 
 
 class WarmStart(Section):
@@ -130,6 +143,14 @@ class RewardsConfig(Section):
     timeout_seconds: float = Field(60, gt=0, description="Longest time for scoring one group")
     workers: PositiveInt = Field(1, description="Worker processes that score groups side by side")
 
+    @model_validator(mode="after")
+    def _named_once(self) -> RewardsConfig:
+        names = [source.function for source in self.functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"rewards.functions names {name} more than once; add up its weights in one entry")
+        return self
+
 
 class SamplingConfig(Section):
     """How tokens are drawn. Always sent explicitly, so a model's generation_config.json cannot leak in."""
@@ -170,7 +191,7 @@ class GenerationConfig(Section):
         3, description="Engine calls tried for one rollout before its group fails for good"
     )
     lease_timeout_seconds: float = Field(
-        1800, gt=0, description="A lease older than this is sealed; what is missing of it is leased again"
+        900, gt=0, description="A lease older than this is sealed; what is missing of it is leased again"
     )
     fork_threshold_tokens: int = Field(
         1024,
@@ -198,6 +219,15 @@ class AsyncGRPOConfig(Section):
         True, description="Kept requests recompute keys and values under the new weights, which is exact"
     )
 
+    @model_validator(mode="after")
+    def _kept_requests_recompute(self) -> AsyncGRPOConfig:
+        if self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates:
+            raise ValueError(
+                "recompute_kv_cache_after_weight_updates=false with in_flight_weight_updates=true lets new weights go on from keys and "
+                "values of old ones, so that tokens after a refit match neither policy; set one of the two the other way"
+            )
+        return self
+
 
 class GRPOConfig(Section):
     """The algorithm's shape."""
@@ -223,15 +253,21 @@ class ObjectiveConfig(Section):
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "reinforce"] = Field(
         "dapo", description="Surrogate and normalisation; see grpo_core/objective/losses.py"
     )
-    epsilon: float = Field(0.2, ge=0, description="The probability ratio is clipped below at 1 − epsilon")
-    epsilon_high: float | None = Field(None, ge=0, description="Default: epsilon")
-    dual_clip: float | None = Field(None, gt=1, description="Largest loss per unit of negative advantage")
+    epsilon: float = Field(
+        0.2, ge=0, description=f"The probability ratio is clipped below at 1 − epsilon. {RATIO_IS_ONE}"
+    )
+    epsilon_high: float | None = Field(
+        None, ge=0, description=f"The probability ratio is clipped above at 1 + this; default: epsilon. {RATIO_IS_ONE}"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description=f"Largest loss per unit of negative advantage. {RATIO_IS_ONE}"
+    )
     beta: float = Field(
         0.0, ge=0, le=0, description="Weight of the KL term; needs a reference model, which this version does not load"
     )
-    kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term")
-    kl_input_clamp: float = Field(20.0, gt=0, description="Bound of the log-ratio in the KL term")
-    kl_output_clamp: float = Field(10.0, gt=0, description="Bound of the KL term of one token")
+    kl_type: Literal["k1", "k2", "k3"] = Field("k3", description=f"Estimator of the KL term. {NO_KL}")
+    kl_input_clamp: float = Field(20.0, gt=0, description=f"Bound of the log-ratio in the KL term. {NO_KL}")
+    kl_output_clamp: float = Field(10.0, gt=0, description=f"Bound of the KL term of one token. {NO_KL}")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     importance_correction: Literal["none", "token", "sequence"] = Field(
         "token", description="Corrects for the engine's older policy: not at all, per token, or per sequence"
@@ -243,11 +279,20 @@ class ObjectiveConfig(Section):
     importance_cap: float = Field(2.0, gt=0, description="Highest importance weight")
     importance_floor: float | None = Field(None, ge=0, description="Lowest importance weight; default: 0")
     force_on_policy_ratio: bool = Field(
-        False, description="Take the current policy for the old one, so that the ratio is 1"
+        False, description=f"Take the current policy for the old one, so that the ratio is 1. {RATIO_IS_ONE}"
     )
     acknowledge_no_correction: bool = Field(
         False, description="Allow a window above 0 without importance-sampling correction"
     )
+
+    @model_validator(mode="after")
+    def _floor_below_cap(self) -> ObjectiveConfig:
+        if self.importance_floor is not None and self.importance_floor > self.importance_cap:
+            raise ValueError(
+                f"objective.importance_floor={self.importance_floor:g} is above objective.importance_cap={self.importance_cap:g}, "
+                "so no weight is allowed; lower the floor or raise the cap"
+            )
+        return self
 
 
 class OptimizerConfig(Section):

@@ -9,6 +9,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from grpo_core.config.section import Section
 
+# Hosts that nobody outside this machine can reach.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 class TrainingConfig(Section):
     """The trainer group."""
@@ -26,7 +29,9 @@ class TrainingConfig(Section):
         False, description="Recompute activations in the backward pass, to save memory"
     )
     step_timeout_seconds: float = Field(
-        1800, gt=0, description="Longest time without progress before the trainer is called stuck"
+        1800,
+        gt=0,
+        description="Longest time without progress before the trainer is called stuck; more than generation.lease_timeout_seconds",
     )
     python: Path | None = Field(None, description="Interpreter of the trainer, for an environment of its own")
 
@@ -120,6 +125,10 @@ class LocalPool(Section):
         if self.gpus and len(self.gpus) != self.engines:
             raise ValueError(
                 f"pool.gpus names {len(self.gpus)} sets for pool.engines={self.engines}; give one set for each engine"
+            )
+        if self.device == "cuda" and self.engines > 1 and not self.gpus:
+            raise ValueError(
+                f"pool.engines={self.engines} on cuda would all start on the same GPUs; give each its own in pool.gpus, such as [[0], [1]]"
             )
         return self
 

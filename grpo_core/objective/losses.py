@@ -123,13 +123,6 @@ class _Segments:
         return torch.where(self.trained, values[self.index], 0.0)
 
 
-def count_denominators(mask: Tensor, sequence_ids: Tensor, *, max_completion_length: int = 0) -> Denominators:
-    """The denominators of these tokens alone; add those of all micro-batches for the step's."""
-    segments = _Segments.of(mask, sequence_ids)
-    sequences = int((segments.lengths > 0).sum())
-    return Denominators(int(segments.trained.sum()), sequences, float(sequences * max_completion_length))
-
-
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,

@@ -10,7 +10,6 @@ Imports no vLLM.
 
 from __future__ import annotations
 
-import socket
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 
 from grpo_core.refit.control import ControlError, EngineControl, call_in_background
 from grpo_core.refit.digest import raw_bytes
-from grpo_core.refit.transfer import TransferError, Weights
+from grpo_core.refit.transfer import TransferError, Weights, local_address, trainer_address
 
 # Keys of the group's store: a rank has reached the rendezvous; a rank has accepted an update's manifest.
 JOINED = "joined"
@@ -40,12 +39,11 @@ class _Group:
 
 
 class GlooTransfer:
-    """Transfer over TCP with gloo. `host` is the address under which the engines reach this process."""
+    """Transfer over TCP with gloo."""
 
     concurrent = True
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
     def is_open(self, engine: str) -> bool:
@@ -53,31 +51,13 @@ class GlooTransfer:
 
     def open(self, engine: EngineControl, deadline_seconds: float) -> None:
         """Build the group of this process and the engine's workers. Raises TransferError or ControlError."""
+        host = trainer_address(engine)
         try:
-            self._groups[engine.name] = self._join(engine, deadline_seconds)
+            self._groups[engine.name] = _join(engine, host, deadline_seconds)
         except (ControlError, TransferError):
             raise
         except RuntimeError as error:
-            raise TransferError(
-                f"engine {engine.name} and the trainer on {self._host} did not meet: {error}"
-            ) from error
-
-    def _join(self, engine: EngineControl, deadline_seconds: float) -> _Group:
-        deadline = time.monotonic() + deadline_seconds
-        workers = engine.world_size(deadline_seconds)
-        timeout = timedelta(seconds=deadline_seconds)
-        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        info = {
-            "host": self._host,
-            "port": store.port,
-            "world_size": workers + 1,
-            "timeout_seconds": deadline_seconds,
-        }
-        answer = call_in_background(lambda: engine.init_transfer(info, deadline_seconds))
-        _await_workers(store, JOINED, workers, answer, deadline, engine)
-        group = join_group(PrefixStore("group", store), 0, workers + 1, self._host, timeout)
-        _await_answer(answer, deadline, engine)
-        return _Group(store, group, workers)
+            raise TransferError(f"engine {engine.name} and the trainer on {host} did not meet: {error}") from error
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
         """Broadcast all tensors to the engine's workers. Raises TransferError or ControlError."""
@@ -100,20 +80,26 @@ class GlooTransfer:
         self._groups.pop(engine, None)
 
 
+def _join(engine: EngineControl, host: str, deadline_seconds: float) -> _Group:
+    """Meet the engine's workers in a new group; `host` is where they find this process."""
+    deadline = time.monotonic() + deadline_seconds
+    workers = engine.world_size(deadline_seconds)
+    timeout = timedelta(seconds=deadline_seconds)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    info = {"host": host, "port": store.port, "world_size": workers + 1, "timeout_seconds": deadline_seconds}
+    answer = call_in_background(lambda: engine.init_transfer(info, deadline_seconds))
+    _await_workers(store, JOINED, workers, answer, deadline, engine)
+    group = join_group(PrefixStore("group", store), 0, workers + 1, host, timeout)
+    _await_answer(answer, deadline, engine)
+    return _Group(store, group, workers)
+
+
 def join_group(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> ProcessGroupGloo:
     """Join a gloo group over the network interface that leads to `host`. Used by trainer and workers alike."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(host))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=local_address(host))]
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)
-
-
-def _local_address(host: str) -> str:
-    """The address of this machine from which `host` is reached. A UDP socket learns it without sending."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def _await_workers(

@@ -10,15 +10,15 @@ may block each other. Both sides need one libnccl, one GPU per rank, and the sam
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from grpo_core.ports import free_port
 from grpo_core.refit.control import ControlError, EngineControl, call_in_background
-from grpo_core.refit.transfer import TransferError, Weights
+from grpo_core.refit.transfer import TransferError, Weights, trainer_address
 
 T = TypeVar("T")
 
@@ -99,12 +99,11 @@ def connect_nccl(host: str, port: int, world_size: int, client: PhaseClient, sou
 
 
 class NcclTransfer:
-    """Transfer between GPUs. `host` is the address under which the engines reach this process."""
+    """Transfer between GPUs."""
 
     concurrent = False
 
-    def __init__(self, host: str, connect: Connect = connect_nccl) -> None:
-        self._host = host
+    def __init__(self, connect: Connect = connect_nccl) -> None:
         self._connect = connect
         self._links: dict[str, tuple[TrainerEngine, PhaseClient, HeldWeights]] = {}
 
@@ -112,9 +111,9 @@ class NcclTransfer:
         return engine in self._links
 
     def open(self, engine: EngineControl, deadline_seconds: float) -> None:
-        world_size = 1 + engine.world_size(deadline_seconds)
+        host, world_size = trainer_address(engine), 1 + engine.world_size(deadline_seconds)
         client, source = PhaseClient(engine, deadline_seconds), HeldWeights()
-        link = on_device(lambda: self._connect(self._host, free_port(self._host), world_size, client, source))
+        link = on_device(lambda: self._connect(host, free_port(host), world_size, client, source))
         self._links[engine.name] = (await_link(link, deadline_seconds, engine, "connect"), client, source)
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
@@ -160,10 +159,3 @@ def await_link(future: Future[T], deadline_seconds: float, engine: EngineControl
         ) from error
     except RuntimeError as error:
         raise TransferError(f"engine {engine.name} did not {what}: {error}") from error
-
-
-def free_port(host: str) -> int:
-    """A TCP port that is free now, for the rendezvous store that vLLM opens in this process."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

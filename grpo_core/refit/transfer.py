@@ -6,9 +6,11 @@ member with half an update, which vLLM cannot undo, whereas a link that breaks c
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import torch
 
@@ -51,3 +53,23 @@ class Transfer(Protocol):
 
     def close(self, engine: str) -> None:
         """Forget the link. Never waits for the engine."""
+
+
+def trainer_address(engine: EngineControl) -> str:
+    """The address of this machine under which the engine can reach it: that of the interface that leads to the host of
+    its URL, so loopback for an engine on loopback. Raises TransferError."""
+    host = urlsplit(engine.url).hostname
+    if host is None:
+        raise TransferError(f"engine {engine.name} has no host in its URL {engine.url!r}; give it one")
+    try:
+        return local_address(host)
+    except OSError as error:
+        raise TransferError(f"no network interface leads to engine {engine.name} at {engine.url}: {error}") from error
+
+
+def local_address(host: str) -> str:
+    """The address of this machine from which `host` is reached. A UDP socket learns it without sending."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -138,7 +138,7 @@ class EngineClient:
         return parse_scores(await self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
 
     async def abort(self, request_id: str, *, deadline_seconds: float) -> None:
-        """End a request of this client; its caller gets what was generated, with finish reason `abort`."""
+        """End a request of this client; its caller hears InvalidGeneration `aborted`."""
         await self._post("/abort_requests", {"request_ids": [REQUEST_PREFIX + request_id]}, deadline_seconds)
 
     async def is_healthy(self, *, deadline_seconds: float) -> bool:

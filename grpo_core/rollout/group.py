@@ -28,6 +28,22 @@ from grpo_core.rollout.wire import InvalidGeneration
 from grpo_core.trajectory import Prompt, Rollout, Turn
 
 OK, FAILED = "ok", "failed"
+# The columns of a row without a rollout.
+NO_ROLLOUT: dict[str, Any] = {
+    "sequence": 0,
+    "prompt_length": 0,
+    "token_ids": [],
+    "loss_mask": [],
+    "logprobs": [],
+    "version_spans": [],
+    "engine": "",
+    "finish_reason": "error",
+    "status": FAILED,
+    "messages": "[]",
+    "turns": 0,
+    "tool_calls": 0,
+    "tool_failures": 0,
+}
 
 
 class RolloutFailed(RuntimeError):
@@ -59,8 +75,12 @@ class Generator:
             rollouts = [self._rollout(prompt, member, turn, seed) for member, turn in enumerate(turns)]
             scores = await asyncio.to_thread(self._score, prompt, rollouts)
         except (ChatError, RolloutFailed, RewardError) as error:
-            return [{**self._facts(prompt, 0), **_tombstone(error)}]
+            return self.tombstone(prompt, f"{type(error).__name__}: {error}")
         return [row for rollout in rollouts for row in self._rows(prompt, rollout, scores)]
+
+    def tombstone(self, prompt: Prompt, cause: str) -> list[dict[str, Any]]:
+        """The one row of a group that failed for good."""
+        return [{**self._facts(prompt, 0), **NO_ROLLOUT, "error": cause}]
 
     def _rollout(self, prompt: Prompt, member: int, turn: Turn, seed: int) -> Rollout:
         messages = [*prompt.messages, {"role": "assistant", "content": self.chat.text(turn.output_ids)}]
@@ -173,25 +193,6 @@ class Generator:
             "min_p": sampling.min_p,
             "max_tokens": self.config.generation.max_completion_length,
         }
-
-
-def _tombstone(error: Exception) -> dict[str, Any]:
-    return {
-        "sequence": 0,
-        "prompt_length": 0,
-        "token_ids": [],
-        "loss_mask": [],
-        "logprobs": [],
-        "version_spans": [],
-        "engine": "",
-        "finish_reason": "error",
-        "status": FAILED,
-        "error": f"{type(error).__name__}: {error}",
-        "messages": "[]",
-        "turns": 0,
-        "tool_calls": 0,
-        "tool_failures": 0,
-    }
 
 
 def derived_seed(*parts: int) -> int:

@@ -8,6 +8,7 @@ Rewards stay raw here; `None` means unscorable and is never turned into zero.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from typing import Any
 from grpo_core.config import RewardsConfig
 
 START_SECONDS = 120.0
+# A worker is gone within moments of being killed.
+END_SECONDS = 10.0
 
 
 class RewardError(RuntimeError):
@@ -40,7 +44,7 @@ class Scores:
 
 
 class RewardWorkers:
-    """A fixed set of worker processes. Thread-safe; `close` ends them."""
+    """A fixed set of worker processes. Thread-safe; `close` ends them for good."""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config = config
@@ -63,7 +67,7 @@ class RewardWorkers:
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> Scores:
-        """Score one group of equally long lists. Raise RewardError on an exception, a crash or the deadline."""
+        """Score one group of equally long lists. Raise RewardError on an exception, a crash, the deadline or after `close`."""
         try:
             worker = self._idle.get(timeout=self._config.timeout_seconds * (1 + len(self._workers)))
         except queue.Empty as error:
@@ -89,9 +93,9 @@ class RewardWorkers:
         return Scores(components, [_weighted(index, components, weights) for index in range(len(completions))])
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker; a call that is under way ends with RewardError, and so does every later one."""
         for worker in self._workers:
-            worker.stop()
+            worker.close()
 
     def __enter__(self) -> RewardWorkers:
         return self
@@ -107,67 +111,73 @@ def _weighted(index: int, components: dict[str, list[float | None]], weights: di
 
 
 class _Worker:
-    """One child process, started again after it had to be killed."""
+    """One child process, started again after it had to be killed. One thread calls at a time; any may close."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
+        self._lock = threading.Lock()
+        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         arguments = [sys.executable, "-m", "grpo_core.rollout.reward_worker", *self._names]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        # A session of its own: a Ctrl-C in the terminal is for the flow, which then closes us.
-        self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        self._pending = b""
-        self._greeted = False
+        with self._lock:
+            if self._closed:
+                raise RewardError(f"reward workers of {', '.join(self._names)} are closed; nothing is scored any more")
+            # A session of its own: a Ctrl-C in the terminal is for the flow, which then closes us.
+            self._process = subprocess.Popen(
+                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+            )
+            self._pending = b""
+            self._greeted = False
+            return self._process
 
-    def ready(self, seconds: float) -> None:
-        if self._greeted:
-            return
-        hello = self._line(seconds, "importing the reward functions")
-        if "error" in hello:
-            self.stop()
-            raise RewardError(hello["error"])
-        self._greeted = True
+    def ready(self, seconds: float) -> subprocess.Popen[bytes]:
+        """The process, started if need be, once it has imported the functions. Raise RewardError."""
+        process = self._process if self._process is not None and not self._closed else self._start()
+        if not self._greeted:
+            hello = self._line(process, seconds, "importing the reward functions")
+            if "error" in hello:
+                self._drop(process)
+                raise RewardError(hello["error"])
+            self._greeted = True
+        return process
 
     def call(self, call: dict[str, Any], seconds: float) -> dict[str, list[float | None]]:
-        if self._process is None:
-            self._start()
-        self.ready(START_SECONDS)
-        assert self._process is not None and self._process.stdin is not None
+        process = self.ready(START_SECONDS)
+        assert process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(call, default=str).encode() + b"\n")
-            self._process.stdin.flush()
+            process.stdin.write(json.dumps(call, default=str).encode() + b"\n")
+            process.stdin.flush()
         except BrokenPipeError as error:
-            self.stop()
+            self._drop(process)
             raise RewardError(
-                f"reward worker of {', '.join(self._names)} is gone; the group is retried on a new one"
+                f"reward worker of {', '.join(self._names)} was gone before it could score this group; see its last lines above"
             ) from error
-        answer = self._line(seconds, "scoring")
+        answer = self._line(process, seconds, "scoring")
         if "error" in answer:
             raise RewardError(answer["error"])
         return answer["rewards"]
 
-    def _line(self, seconds: float, doing: str) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + seconds
+    def _line(self, process: subprocess.Popen[bytes], seconds: float, doing: str) -> dict[str, Any]:
+        assert process.stdout is not None
+        descriptor, deadline = process.stdout.fileno(), time.monotonic() + seconds
         while b"\n" not in self._pending:
             readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
-                self.stop()
+                self._drop(process)
                 raise RewardError(
                     f"reward worker did not finish {doing} ({', '.join(self._names)}) within {seconds:g} s; raise rewards.timeout_seconds"
                 )
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
-                status = self._process.wait(10)
-                self.stop()
+                status = process.wait(END_SECONDS)
+                self._drop(process)
                 raise RewardError(
                     f"reward worker died with status {status} while {doing} ({', '.join(self._names)}); see its last lines above"
                 )
@@ -176,18 +186,24 @@ class _Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait(10)
-        for pipe in (self._process.stdin, self._process.stdout):
+    def _drop(self, process: subprocess.Popen[bytes]) -> None:
+        """End the process and let the next call start another; for the thread that calls."""
+        process.kill()
+        process.wait(END_SECONDS)
+        for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                try:
+                # Unsent bytes to a worker that is gone by our own hand.
+                with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-                except BrokenPipeError:
-                    continue  # unsent bytes to a worker that is gone by our own hand
         self._process = None
+
+    def close(self) -> None:
+        """End the process for good. Its pipes are left to a thread that may be reading them, which finds their end."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait(END_SECONDS)
 
 
 def reasoning_gym_score(

@@ -17,6 +17,8 @@ from grpo_core.trajectory import Stamp, Turn, VersionSpan
 REQUEST_PREFIX = "generate-tokens-"
 # vLLM reports NaN and -inf as -9999.
 LOWEST_LOGPROB = -9998.0
+# How a whole turn ends: the model stopped, or its tokens ran out. An abort or an error cuts it anywhere.
+WHOLE = ("stop", "length")
 
 
 class InvalidGeneration(RuntimeError):
@@ -133,6 +135,10 @@ def _turn(choice: Mapping[str, Any], prompt_ids: Sequence[int], engine: str, sub
         reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidGeneration("shape", f"engine {engine} answered a malformed choice: {error!r}") from error
+    if reason not in WHOLE or not ids:
+        raise InvalidGeneration(
+            "aborted", f"engine {engine} ended a turn with {reason!r} after {len(ids)} tokens; its output is discarded"
+        )
     if len(logprobs) != len(ids):
         raise InvalidGeneration(
             "logprob_count", f"engine {engine} gave {len(logprobs)} log-probs for {len(ids)} tokens"

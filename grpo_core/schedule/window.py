@@ -6,7 +6,8 @@ numbered from 1; step s trains with version (s − 1) // every_steps and, when a
 Invariants:
   * capacity: an ordinal is leased only if some step within the window of the live version, and within the run, has
     room for its group; so nothing is generated that cannot be trained;
-  * bound: no token older than `training version − max_age` is admitted; lag is taken from the engine's own spans;
+  * bound: no token older than `training version − max_age` is admitted; lag is taken from the engine's own spans and
+    is never negative;
   * whole groups, oldest first: a step trains the admissible groups with the oldest weights, then the lowest ordinal.
 """
 
@@ -67,6 +68,8 @@ class Window:
         for candidate in candidates:
             if candidate.failure is not None:
                 dropped[candidate.ordinal] = candidate.failure
+            elif candidate.foreign or candidate.newest_version > self.training_version(step):
+                returned[candidate.ordinal] = "foreign version"
             elif candidate.newest_version < oldest or (
                 self.stale_policy == "drop" and candidate.oldest_version < oldest
             ):
@@ -81,12 +84,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A buffered group as admission sees it. `failure`: why it can never be trained, or None."""
+    """A buffered group as admission sees it. `failure`: why it can never be trained, or None; `foreign`: it has tokens
+    of weights that are not of the living history, so that their version number means nothing here."""
 
     ordinal: int
     oldest_version: int
     newest_version: int
     failure: str | None = None
+    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)

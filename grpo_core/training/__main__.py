@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.schedule.window import Window, last_step
 from grpo_core.training import PARENT, checkpoint
 from grpo_core.training.conductor import Conductor
-from grpo_core.training.feed import Feed, PartCache
+from grpo_core.training.feed import Feed, Lineage, PartCache
 from grpo_core.training.loop import Rank, follow
-from grpo_core.training.model import load_policy
+from grpo_core.training.model import Policy, load_policy
 from grpo_core.training.optimizer import make_optimizer
 from storage import layout
-from storage.attempts import Fence, read_attempt
+from storage.attempts import Fence, living_chain, read_attempt
 from storage.checkpoints import Manifest, read_manifest
 from storage.ledger import LedgerWriter, Totals, newest_footer
 from storage.objects import ObjectStore
@@ -77,47 +78,34 @@ def run(arguments: argparse.Namespace) -> None:
     described = read_record(store, layout.run())
     config = with_changes(RunConfig.model_validate(described["config"]), claim.config_changes)
     device = _join_group(config)
-    torch.manual_seed(config.seed + dist.get_rank())
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = load_policy(
-        arguments.policy,
-        dtype=getattr(torch, config.model.dtype),
-        temperature=config.sampling.temperature,
-        mesh=mesh,
-        activation_checkpointing=config.training.activation_checkpointing,
-    )
-    optimizer = make_optimizer(policy, config.optimizer)
     manifest = read_manifest(store, *claim.parent) if claim.parent is not None else None
-    if manifest is not None:
-        _restore(store, manifest, policy, optimizer)
-
+    policy, optimizer = _learner(config, store, manifest, arguments.policy, device)
+    first = dist.get_rank() == 0
     fence = Fence(store, claim.attempt)
     trajectories = TrajectoryStore(store, claim.attempt, fence=fence.check)
-    cache = PartCache(trajectories)
     rank = Rank(
-        config,
-        store,
-        claim.attempt,
-        policy,
-        optimizer,
-        cache,
-        tuple(described["canary"]),
-        device,
-        _transfer(config) if dist.get_rank() == 0 else None,
+        config=config,
+        store=store,
+        attempt=claim.attempt,
+        policy=policy,
+        optimizer=optimizer,
+        cache=PartCache(trajectories),
+        canary=tuple(described["canary"]),
+        device=device,
+        transfer=_transfer(config) if first else None,
     )
     commands = None
-    if dist.get_rank() == 0:
+    if first:
         conductor = _conductor(
-            config,
-            store,
-            claim.attempt,
-            manifest,
-            trajectories,
-            cache,
-            fence,
-            stop,
-            last_step(config.grpo, prompts=described["prompts"]),
+            config=config,
+            store=store,
+            attempt=claim.attempt,
+            manifest=manifest,
+            trajectories=trajectories,
+            cache=rank.cache,
+            fence=fence,
+            stopping=stop.is_set,
+            steps=last_step(config.grpo, prompts=described["prompts"]),
         )
         commands = conductor.commands()
     follow(rank, commands)
@@ -129,7 +117,26 @@ def run(arguments: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def _learner(
+    config: RunConfig, store: ObjectStore, manifest: Manifest | None, directory: Path, device: torch.device
+) -> tuple[Policy, torch.optim.Optimizer]:
+    """This rank's share of policy and optimizer: as in the checkpoint of `manifest`, or version 0 of `directory`."""
+    torch.manual_seed(config.seed + dist.get_rank())
+    policy = load_policy(
+        directory,
+        dtype=getattr(torch, config.model.dtype),
+        temperature=config.sampling.temperature,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        activation_checkpointing=config.training.activation_checkpointing,
+    )
+    optimizer = make_optimizer(policy, config.optimizer)
+    if manifest is not None:
+        _restore(store, manifest, policy, optimizer)
+    return policy, optimizer
+
+
 def _conductor(
+    *,
     config: RunConfig,
     store: ObjectStore,
     attempt: int,
@@ -137,14 +144,16 @@ def _conductor(
     trajectories: TrajectoryStore,
     cache: PartCache,
     fence: Fence,
-    stop: threading.Event,
+    stopping: Callable[[], bool],
     steps: int,
 ) -> Conductor:
     keep = config.checkpointing.load_replay_buffer
     frontier = Frontier()
     if manifest is not None:
         frontier = Frontier.resume(FrontierState.from_json(manifest.frontier), keep_buffered=keep)
-    feed = Feed(store, trajectories, attempt, frontier, cache)
+    lineage = Lineage.of(living_chain(store), every_steps=config.refit.every_steps)
+    rollouts = config.grpo.num_generations_per_prompt
+    feed = Feed(store, trajectories, attempt, frontier, cache, rollouts=rollouts, lineage=lineage)
     if manifest is not None and keep:
         feed.restore(manifest.pinned, manifest.frontier["buffered"])
     footer = newest_footer(store)
@@ -158,7 +167,7 @@ def _conductor(
         ledger=LedgerWriter(store, attempt, fence=fence.check),
         totals=Totals() if footer is None else footer.totals,
         fence=fence.check,
-        stopping=stop.is_set,
+        stopping=stopping,
         report=_Report(store, attempt),
         ranks=dist.get_world_size(),
     )
@@ -193,12 +202,11 @@ def _restore(store: ObjectStore, manifest: Manifest, policy: torch.nn.Module, op
 
 
 def _transfer(config: RunConfig) -> Transfer:
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1") if config.training.nodes > 1 else "127.0.0.1"
     match config.refit.backend:
         case "gloo":
-            return GlooTransfer(host)
+            return GlooTransfer()
         case "nccl":
-            return NcclTransfer(host)
+            return NcclTransfer()
         case "ipc":
             return IpcTransfer(IPC_BUFFER_BYTES)
 

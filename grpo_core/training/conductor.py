@@ -7,7 +7,9 @@ whole algorithm reads top to bottom here, while the other ranks only follow.
 
 Invariants: the ledger of a step is durable before its weights leave for the engines, and both before the manifest;
 the fence is checked before each of them; drops and returns are written within `flush_seconds` of being decided, so
-useless groups free their capacity before the step can happen.
+useless groups free their capacity before the step can happen. A checkpoint of step s is the state right after s,
+whenever it is written: what was decided while waiting for s + 1 is ledgered under s + 1, so it is not of the history
+that a resume from s continues, and the resumed attempt decides it again.
 """
 
 from __future__ import annotations
@@ -102,7 +104,6 @@ class Conductor:
         self._attempt = attempt
         self._window = window
         self._done = done
-        self._saved = done
         self._feed = feed
         self._ledger = ledger
         self._totals = totals
@@ -112,8 +113,11 @@ class Conductor:
         self._ranks = ranks
         self._engines: dict[str, EngineAddress] = {}
         self._carrying: set[str] = set()
+        self._refitted = -1  # the step whose weights they carry
+        self._broken: dict[str, str] = {}
         self._changes = -1
         self._metrics: dict[str, float] = {}
+        self._unsaved: Save | None = None
 
     def commands(self) -> Commands:
         """The run, from the checkpoint it resumed from to its last step."""
@@ -132,8 +136,7 @@ class Conductor:
                 yield from self._refit(step)
             if step % self._config.checkpointing.save_period == 0 or step == self._window.steps:
                 yield from self._save()
-        if self._done > self._saved:
-            yield from self._save()
+        yield from self._save()
 
     def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
         """Wait until step `step` has enough admissible groups; meanwhile decide about the others and serve late engines.
@@ -154,7 +157,7 @@ class Conductor:
                 pending = Decisions()
             if admission.trained:
                 return [feed.groups.pop(ordinal) for ordinal in admission.trained]
-            if self._joined():
+            if self._joined() and self._may_join():
                 yield from self._refit(self._done)
             self._check_progress(step, progress)
             if time.monotonic() - idle > IDLE_SECONDS:
@@ -162,8 +165,6 @@ class Conductor:
                 yield Idle()
                 idle = time.monotonic()
             time.sleep(self._store.poll_seconds)
-        if pending:
-            self._flush(step, pending)
         return []
 
     def _check_progress(self, step: int, since: float) -> None:
@@ -239,6 +240,7 @@ class Conductor:
         self._feed.cache.keep(
             layout.part(p.attempt, p.lease, p.part) for p in {group.part for group in self._feed.groups.values()}
         )
+        self._unsaved = Save(plan.step, self._facts())
         self._report({"step": plan.step, "metrics": self._metrics})
 
     def _joined(self) -> bool:
@@ -251,36 +253,32 @@ class Conductor:
             self._engines |= {name: EngineAddress(name, url) for name, url in change.joined.items()}
         return bool(self._engines.keys() - self._carrying)
 
+    def _may_join(self) -> bool:
+        """Whether an engine may be given our weights now. Between refits they can be newer than the version that the
+        others carry, and one version must be one set of weights; then it waits for the next refit."""
+        return self._done == self._refitted or not self._carrying
+
     def _refit(self, step: int) -> Generator[Command, Any, None]:
-        """Bring every engine of the pool to the weights after `step`; wait for an engine while there is none."""
+        """Bring every engine of the pool that lacks them to the weights after `step`; wait for an engine while none has
+        them."""
         stamp = Stamp(self._attempt, step // self._window.every_steps)
         began = progress = time.monotonic()
-        self._carrying.clear()
+        if step != self._refitted:
+            self._carrying.clear()
+            self._refitted = step
         while not self._stopping():
             if self._joined():
                 self._fence()
-                engines = tuple(self._engines.values())
+                engines = tuple(engine for name, engine in self._engines.items() if name not in self._carrying)
                 result: RefitResult | RefitFailed = yield Refit(stamp, engines)
                 for broken in result.broken:
                     self._engines.pop(broken.name)
-                self._report(
-                    {"broken_engines": {broken.name: f"{broken.phase}: {broken.cause}" for broken in result.broken}}
-                )
+                    self._broken[broken.name] = f"{broken.phase}: {broken.cause}"
+                # All of them, ever: the report is overwritten, and a name is never used for two engines.
+                self._report({"broken_engines": dict(self._broken)})
                 if isinstance(result, RefitResult):
-                    self._carrying |= set(result.refitted)
-                    write_refit(
-                        self._store,
-                        RefitRecord(self._attempt, stamp.version, step, result.refitted, result.seconds, result.canary),
-                    )
-                    self._report(
-                        {
-                            "refit": {
-                                "version": stamp.version,
-                                "seconds": time.monotonic() - began,
-                                "canary": max(result.canary.values(), default=0.0),
-                            }
-                        }
-                    )
+                    self._note_refit(result, step, time.monotonic() - began)
+                if self._carrying:
                     return
             if time.monotonic() - progress > IDLE_SECONDS:
                 self._fence()
@@ -291,20 +289,33 @@ class Conductor:
                 raise TrainerStuck(f"no engine took the weights {stamp} within {limit:g} s; look at the engines' logs")
             time.sleep(self._store.poll_seconds)
 
-    def _save(self) -> Generator[Command, Any, None]:
-        state = self._feed.frontier.checkpoint()
-        pinned = {group.part for group in self._feed.groups.values()}
-        self._fence()
-        yield Save(
-            self._done,
-            {
-                "version": self._done // self._window.every_steps,
-                "frontier": state.to_json(),
-                "pinned": [[part.attempt, part.lease, part.part] for part in sorted(pinned)],
-                "metrics": {name: value for name, value in self._metrics.items() if np.isfinite(value)},
-            },
+    def _note_refit(self, result: RefitResult, step: int, seconds: float) -> None:
+        """Say in the store, and then to whoever watches, which engines carry the weights after `step`."""
+        self._carrying |= set(result.refitted)
+        version = result.stamp.version
+        write_refit(
+            self._store,
+            RefitRecord(self._attempt, version, step, result.refitted, result.seconds, result.canary),
         )
-        self._saved = self._done
+        canary = max(result.canary.values(), default=0.0)
+        self._report({"refit": {"version": version, "seconds": seconds, "canary": canary}})
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this moment. No decision may be pending: the groups are those buffered."""
+        pinned = {group.part for group in self._feed.groups.values()}
+        return {
+            "version": self._done // self._window.every_steps,
+            "frontier": self._feed.frontier.checkpoint().to_json(),
+            "pinned": [[part.attempt, part.lease, part.part] for part in sorted(pinned)],
+            "metrics": {name: value for name, value in self._metrics.items() if np.isfinite(value)},
+        }
+
+    def _save(self) -> Generator[Command, Any, None]:
+        """Save the latest step, if it is not saved yet."""
+        if self._unsaved is not None:
+            self._fence()
+            yield self._unsaved
+            self._unsaved = None
 
 
 def pack_filled(lengths: Sequence[int], *, rows: int, token_budget: int) -> tuple[Plan, int]:

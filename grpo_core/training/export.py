@@ -44,12 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m grpo_core.training.export", description=__doc__)
     parser.add_argument("--root", required=True, help="root of the run in the store")
     parser.add_argument("--storage-options", default="{}", help="JSON")
+    parser.add_argument("--storage-client", default="fsspec")
     parser.add_argument("--attempt", required=True, type=int)
     parser.add_argument("--step", required=True, type=int)
     parser.add_argument("--policy", required=True, type=Path, help="directory of version 0")
     parser.add_argument("-o", "--output", required=True, type=Path)
     arguments = parser.parse_args()
-    store = ObjectStore.open(arguments.root, json.loads(arguments.storage_options), read_only=True)
+    options, client = json.loads(arguments.storage_options), arguments.storage_client
+    store = ObjectStore.open(arguments.root, options, client=client, read_only=True)
     export(store, arguments.attempt, arguments.step, arguments.policy, arguments.output)
 
 

@@ -1,24 +1,27 @@
 """What rank 0 learns from the store: leases in flight, groups that arrived, decisions to take.
 
 Invariants: the frontier here moves only by what is durable in the store (lease records, parts) and by what rank 0
-itself decides and ledgers; parts are read whole and once; the cost of a poll is that of the open leases.
+itself decides and ledgers; parts are read whole and once; the cost of a poll is that of the open leases. A group whose
+tokens have a stamp from outside the living history is marked, so that whoever is past admission need not look at the
+attempt of a span again: there, versions are those of one line of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from grpo_core.rollout.group import OK
-from grpo_core.schedule.frontier import Frontier
+from grpo_core.schedule.frontier import Frontier, OrdinalState
 from grpo_core.schedule.window import Candidate
 from grpo_core.training.batch import Row
 from grpo_core.training.step import FILLER, Place
 from grpo_core.trajectory import VersionSpan
 from storage import layout
+from storage.attempts import Link
 from storage.layout import PartName
 from storage.leases import list_leases
 from storage.objects import ObjectStore
@@ -29,13 +32,15 @@ COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
 )  # fmt: skip
 GENERATION_FAILED = "generation_failed"
+LEASABLE = (OrdinalState.NEW, OrdinalState.RETURNED)
 FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedGroup:
     """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
-    `rewards` has one value per rollout, NaN where it could not be scored."""
+    `rewards` has one value per rollout, NaN where it could not be scored. `foreign`: some token was sampled from
+    weights outside the living history."""
 
     ordinal: int
     part: PartName
@@ -47,11 +52,12 @@ class BufferedGroup:
     epoch: int
     dataset_index: int
     failure: str | None
+    foreign: bool
 
     def candidate(self) -> Candidate:
         # One word for the ledger; the cause stays with the tombstone in its shard.
         failure = None if self.failure is None else GENERATION_FAILED
-        return Candidate(self.ordinal, self.oldest_version, self.newest_version, failure)
+        return Candidate(self.ordinal, self.oldest_version, self.newest_version, failure, self.foreign)
 
     def places(self) -> list[Place]:
         key = layout.part(self.part.attempt, self.part.lease, self.part.part)
@@ -82,17 +88,47 @@ class PartCache:
         self._rows = {key: rows for key, rows in self._rows.items() if key in wanted}
 
 
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The living history of weights. `newest` maps each of its attempts to the last version that belongs to it; None:
+    every version does."""
+
+    newest: Mapping[int, int | None]
+
+    @classmethod
+    def of(cls, chain: Iterable[Link], *, every_steps: int) -> Lineage:
+        """The weights of a living chain, which have a new version every `every_steps` steps."""
+        return cls({link.attempt: None if link.last_step is None else link.last_step // every_steps for link in chain})
+
+    def holds(self, span: VersionSpan) -> bool:
+        if span.attempt not in self.newest:
+            return False
+        newest = self.newest[span.attempt]
+        return newest is None or span.version <= newest
+
+
 class Feed:
-    """The buffered groups of one attempt. `groups` maps ordinal → group; the caller takes out what it decides."""
+    """The buffered groups of one attempt, each of `rollouts` rollouts. `groups` maps ordinal → group; the caller takes
+    out what it decides."""
 
     def __init__(
-        self, store: ObjectStore, trajectories: TrajectoryStore, attempt: int, frontier: Frontier, cache: PartCache
+        self,
+        store: ObjectStore,
+        trajectories: TrajectoryStore,
+        attempt: int,
+        frontier: Frontier,
+        cache: PartCache,
+        *,
+        rollouts: int,
+        lineage: Lineage,
     ) -> None:
         self._store = store
         self._trajectories = trajectories
         self._attempt = attempt
         self.frontier = frontier
         self.cache = cache
+        self._rollouts = rollouts
+        self._lineage = lineage
         self.groups: dict[int, BufferedGroup] = {}
         self._last_lease = -1
         self._open: dict[int, int] = {}  # lease → number of the next part to look for
@@ -108,15 +144,23 @@ class Feed:
         """Read what is new. Whether there was anything."""
         before = (self._last_lease, sum(self._open.values()), len(self._open))
         for record in list_leases(self._store, self._attempt, after=self._last_lease):
+            if any(self.frontier.state(ordinal) not in LEASABLE for ordinal in record.ordinals):
+                # The seal that gave them back is older than this record, so it is there to be read.
+                self._take_parts()
             self.frontier.leased(record.ordinals)
             for ordinal, count in record.failure_counts.items():
                 self.frontier.set_failure_count(ordinal, count)
             self._open[record.lease] = 0
             self._last_lease = record.lease
-        for name in self._trajectories.open_parts(self._open):
-            if name.part >= self._open[name.lease]:
-                self._take(*self._trajectories.read_part(name, COLUMNS))
+        self._take_parts()
         return before != (self._last_lease, sum(self._open.values()), len(self._open))
+
+    def _take_parts(self) -> None:
+        """Take the next parts of the open leases, each lease's in their order without a gap: a listing that runs while
+        parts are written may miss one and show a later one."""
+        for name in self._trajectories.open_parts(self._open):
+            if name.part == self._open.get(name.lease):
+                self._take(*self._trajectories.read_part(name, COLUMNS))
 
     def _take(self, footer: PartFooter, table: pa.Table) -> None:
         self.frontier.buffered(footer.ordinals)
@@ -129,7 +173,7 @@ class Feed:
 
     def _remember(self, name: PartName, table: pa.Table, ordinals: set[int]) -> None:
         rows = self.cache.add(layout.part(name.attempt, name.lease, name.part), table)
-        for group in part_groups(name, table, rows):
+        for group in part_groups(name, table, rows, rollouts=self._rollouts, lineage=self._lineage):
             if group.ordinal in ordinals:
                 self.groups[group.ordinal] = group
 
@@ -149,9 +193,11 @@ def table_rows(table: pa.Table) -> list[Row]:
     ]
 
 
-def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[BufferedGroup]:
-    """The groups of a part, in order of their ordinals."""
-    ordinals, rollouts, rewards, epochs, indices, statuses, errors = (
+def part_groups(
+    name: PartName, table: pa.Table, rows: Sequence[Row], *, rollouts: int, lineage: Lineage
+) -> list[BufferedGroup]:
+    """The groups of a part, in order of their ordinals. A whole group has the rollouts 0 to `rollouts` − 1."""
+    ordinals, numbers, rewards, epochs, indices, statuses, errors = (
         table.column(column).to_pylist()
         for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error")
     )
@@ -160,12 +206,13 @@ def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[Bu
         members.setdefault(ordinal, []).append(row)
     groups = []
     for ordinal, where in sorted(members.items()):
-        by_rollout = {rollouts[row]: rewards[row] for row in where}
-        scores = tuple(
-            np.nan if by_rollout.get(i) is None else float(by_rollout[i]) for i in range(max(by_rollout) + 1)
-        )
-        versions = [span.version for row in where for span in rows[row].spans]
+        by_rollout = {numbers[row]: rewards[row] for row in where}
+        scores = tuple(np.nan if by_rollout.get(i) is None else float(by_rollout[i]) for i in range(rollouts))
+        spans = [span for row in where for span in rows[row].spans]
+        versions = [span.version for span in spans]
         failure = next((errors[row] or "failed" for row in where if statuses[row] != OK), None)
+        if failure is None and by_rollout.keys() != set(range(rollouts)):
+            failure = "incomplete group"
         if failure is None and not versions:
             failure = "no token was generated"
         if failure is None and np.isnan(scores).all():
@@ -175,13 +222,14 @@ def part_groups(name: PartName, table: pa.Table, rows: Sequence[Row]) -> list[Bu
                 ordinal=ordinal,
                 part=name,
                 rows=tuple(where),
-                rollouts=tuple(rollouts[row] for row in where),
+                rollouts=tuple(numbers[row] for row in where),
                 rewards=scores,
                 oldest_version=min(versions, default=0),
                 newest_version=max(versions, default=0),
                 epoch=epochs[where[0]],
                 dataset_index=indices[where[0]],
                 failure=failure,
+                foreign=not all(lineage.holds(span) for span in spans),
             )
         )
     return groups

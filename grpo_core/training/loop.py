@@ -6,6 +6,7 @@ back. An exception on any rank ends the group: torchrun takes the others down, a
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Generator
@@ -30,8 +31,9 @@ from grpo_core.training.model import Policy
 from grpo_core.training.step import StepResult, run_step
 from storage import layout
 from storage.attempts import Fence, living_chain
-from storage.checkpoints import Manifest, commit_manifest, committed, delete, read_manifest, to_delete
-from storage.digests import FileDigest
+from storage.checkpoints import Manifest, commit_manifest, delete, readable, to_delete
+from storage.digests import digest_directory, digests_from, fields_of
+from storage.errors import DamagedCheckpoint
 from storage.layout import CheckpointName, PartName
 from storage.objects import ObjectStore
 
@@ -110,13 +112,14 @@ def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
         return None
     try:
         return refit_weights(
-            tensors, command.engines, command.stamp, rank.transfer, _deadlines(rank.config), canary=canary
+            tensors, command.engines, command.stamp, rank.transfer, refit_settings(rank.config), canary=canary
         )
     except RefitFailed as failure:
         return failure
 
 
-def _deadlines(config: RunConfig) -> RefitSettings:
+def refit_settings(config: RunConfig) -> RefitSettings:
+    """How this run refits. Only the workers of our gloo transfer check digests; for others they would be wasted."""
     control, transfer = config.refit.control_timeout_seconds, config.refit.transfer_timeout_seconds
     in_flight = config.grpo.async_grpo.in_flight_weight_updates
     return RefitSettings(
@@ -130,7 +133,7 @@ def _deadlines(config: RunConfig) -> RefitSettings:
         canary_seconds=control,
         pause_mode="keep" if in_flight else "wait",
         clear_cache=config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
-        digests=True,
+        digests=config.refit.backend == "gloo",
     )
 
 
@@ -154,17 +157,17 @@ def _save(rank: Rank, command: Save) -> None:
     randoms = checkpoint.gather_json(checkpoint.random_states())
     with _directory(rank.store, prefix) as directory:
         checkpoint.save(directory, rank.policy, rank.optimizer)
-    dist.barrier()
+        # What a store keeps is what was hashed here, before it left. All ranks share the directory of a local store.
+        shared = rank.store.local_path(prefix) is not None
+        written = {} if shared and dist.get_rank() != 0 else fields_of(digest_directory(directory))
+    digests = checkpoint.gather_json(written)
     if dist.get_rank() != 0:
         return
-    files = {
-        key.removeprefix(prefix): FileDigest(*rank.store.digest(key)) for key in rank.store.list(prefix, recursive=True)
-    }
     manifest = Manifest(
         attempt=rank.attempt,
         step=command.step,
         version=command.facts["version"],
-        files=files,
+        files=digests_from({name: digest for part in digests for name, digest in part.items()}),
         frontier=command.facts["frontier"],
         created_at=time.time(),
         pinned=tuple(PartName(*part) for part in command.facts["pinned"]),
@@ -176,18 +179,27 @@ def _save(rank: Rank, command: Save) -> None:
 
 
 def _retain(rank: Rank) -> None:
-    """Delete the checkpoints that retention no longer needs; never one that the living history grew from."""
+    """Delete the checkpoints that retention no longer needs; never one that the living history grew from, nor a damaged
+    one, which somebody may want to look at."""
     settings = rank.config.checkpointing
-    parents = [CheckpointName(link.attempt, link.last_step) for link in living_chain(rank.store) if link.last_step]
+    parents = [
+        CheckpointName(link.attempt, link.last_step) for link in living_chain(rank.store) if link.last_step is not None
+    ]
     surplus = to_delete(
-        [read_manifest(rank.store, name.attempt, name.step) for name in committed(rank.store)],
+        readable(rank.store, on_damaged=_say_damaged),
         keep_last=settings.keep_last,
         keep_best=settings.keep_top_k,
         metric=settings.metric_name,
         protected=parents,
     )
+    fence = Fence(rank.store, rank.attempt)
     for name in surplus:
+        fence.check()
         delete(rank.store, name.attempt, name.step)
+
+
+def _say_damaged(name: CheckpointName, error: DamagedCheckpoint) -> None:
+    print(f"checkpoint {name.attempt}.{name.step} is left where it is: {error}", file=sys.stderr, flush=True)
 
 
 @contextmanager

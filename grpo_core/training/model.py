@@ -75,8 +75,3 @@ def load_policy(
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     assert isinstance(policy, FSDPModule)
     return policy
-
-
-def parameter_count(policy: nn.Module) -> int:
-    """Parameters of the whole model, over all ranks."""
-    return sum(parameter.numel() for parameter in policy.parameters())

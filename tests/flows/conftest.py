@@ -16,8 +16,9 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.deploy import CHECKOUT, deploy
-from flows.engines import free_port, responds
+from flows.engines import responds
 from flows.server import HOST, SETTINGS
+from grpo_core.ports import free_port
 
 START_SECONDS = 240.0
 POOL = "forebay"

@@ -95,5 +95,6 @@ def test_a_sealed_lease_gives_its_missing_ordinals_to_the_next(store: ObjectStor
     leasing.observe()
     lease_all(leasing)
     leasing.arrived((2,))
-    leasing.returned((3,))
+    leasing.failed((3,))
     assert lease_all(leasing) == [(3,)]
+    assert read_lease(store, 1, 4).failure_counts == {3: 1}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_core.config import ExternalPool, LocalPool, RunConfig
-from grpo_core.recipe import ConfigError, parse
+from grpo_core.recipe import ConfigError, load, parse
 
 
 def refusal(values: dict[str, Any]) -> str:
@@ -46,8 +47,41 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         {
             "refit": {"backend": "ipc"},
             "training": {"device": "cuda", "nodes": 2, "rendezvous": "first:29500"},
+            "pool": {"kind": "local", "device": "cuda"},
         },
         ["refit.backend=ipc", "training.nodes"],
+    ),
+    (
+        {"refit": {"backend": "ipc"}, "training": {"device": "cuda", "ranks": 2}, "pool": {"kind": "local", "device": "cuda"}},
+        ["refit.backend=ipc", "training.ranks is 2"],
+    ),
+    (
+        {"refit": {"backend": "ipc"}, "training": {"device": "cuda"}, "pool": {"kind": "external", "urls": ["http://a:1"]}},
+        ["refit.backend=ipc", "pool.kind is external"],
+    ),
+    (
+        {"refit": {"backend": "ipc"}, "training": {"device": "cuda"}, "pool": {"kind": "local", "device": "cuda", "host": "10.0.0.1"}},
+        ["refit.backend=ipc", "pool.host is 10.0.0.1", "127.0.0.1"],
+    ),
+    (
+        {"refit": {"backend": "nccl"}, "training": {"device": "cuda"}, "pool": {"kind": "local", "device": "cpu"}},
+        ["refit.backend=nccl", "pool.device is cpu"],
+    ),
+    ({"pool": {"kind": "local", "device": "cuda"}}, ["refit.backend=gloo", "pool.device is cuda"]),
+    ({"pool": {"kind": "local", "device": "cuda", "engines": 2}}, ["pool.engines=2", "pool.gpus"]),
+    ({"model": {"source": {"kind": "tiny", "heads": 4, "kv_heads": 3}}}, ["kv_heads=3", "heads=4"]),
+    (
+        {"objective": {"importance_floor": 3.0, "importance_cap": 2.0}},
+        ["objective.importance_floor=3", "objective.importance_cap=2"],
+    ),
+    ({"rewards": {"functions": [{"function": "m:f"}, {"function": "m:f"}]}}, ["rewards.functions", "m:f more than once"]),
+    (
+        {"training": {"step_timeout_seconds": 900}},
+        ["training.step_timeout_seconds=900", "generation.lease_timeout_seconds=900"],
+    ),
+    (
+        {"grpo": {"async_grpo": {"recompute_kv_cache_after_weight_updates": False}}},
+        ["recompute_kv_cache_after_weight_updates=false", "in_flight_weight_updates=true", "neither policy"],
     ),
     ({"training": {"nodes": 2}}, ["training.nodes=2", "training.rendezvous"]),
     ({"sampling": {"top_p": 0.9}}, ["sampling.top_p=0.9", "1.0"]),
@@ -77,6 +111,20 @@ def test_a_broken_rule_is_one_sentence_with_key_and_value(values: dict[str, Any]
 def test_window_without_correction_can_be_acknowledged() -> None:
     objective = {"importance_correction": "none", "acknowledge_no_correction": True}
     assert parse({"objective": objective}, where="x").grpo.async_grpo.max_trajectory_age_steps == 2
+
+
+def test_drained_requests_may_keep_their_caches() -> None:
+    drained = {"in_flight_weight_updates": False, "recompute_kv_cache_after_weight_updates": False}
+    assert (
+        parse({"grpo": {"async_grpo": drained}}, where="x").grpo.async_grpo.recompute_kv_cache_after_weight_updates
+        is False
+    )
+
+
+@pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[2] / "deployments" / "recipes").glob("*.yaml")))
+def test_every_recipe_is_valid(recipe: Path) -> None:
+    config = load(recipe)
+    assert config.generation.request_timeout_seconds < config.generation.lease_timeout_seconds
 
 
 def test_unknown_keys_are_named_with_their_section() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,9 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="cannot be read"):
         load_splits(DataConfig(source=FileData(path=tmp_path / "bad.parquet")))
+
+
+def test_a_missing_reasoning_gym_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(DataError, match=r"needs the package reasoning-gym .*forebay\[tasks\]"):
+        load_splits(DataConfig(source=ReasoningGymData()))

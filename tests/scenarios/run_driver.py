@@ -60,7 +60,12 @@ RECIPE: dict[str, Any] = {
     },
     "data": {"source": {"kind": "files"}},
     "rewards": {"functions": [{"function": "scenario_rewards:even_share"}]},
-    "generation": {"max_completion_length": 12, "flush_seconds": 0.1, "request_timeout_seconds": 30},
+    "generation": {
+        "max_completion_length": 12,
+        "flush_seconds": 0.1,
+        "request_timeout_seconds": 30,
+        "lease_timeout_seconds": 50,
+    },
     "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 6},
     "optimizer": {"learning_rate": 1e-3},
     "packing": {"token_budget": 128},
@@ -101,7 +106,8 @@ class RunDriver:
     @cached_property
     def store(self) -> ObjectStore:
         """The run's store; opening it creates it."""
-        return ObjectStore.open(layout.run_root(self.recipe["storage"]["root"], self.recipe["run_id"]))
+        storage = self.recipe["storage"]
+        return ObjectStore.open(layout.run_root(storage["root"], self.recipe["run_id"]), storage.get("options"))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """Start `forebay train` and return at once."""

@@ -83,6 +83,16 @@ def test_a_damaged_checkpoint_is_skipped_loudly(local_store: ObjectStore, save: 
     assert skipped == [CheckpointName(1, 8), CheckpointName(1, 7), CheckpointName(1, 6)]
 
 
+def test_manifests_that_can_be_read_are_told_from_those_that_cannot(
+    local_store: ObjectStore, save: Callable[[ObjectStore], Save]
+) -> None:
+    manifests = [save(local_store)(1, step) for step in (5, 6, 7)]
+    local_store.put(layout.manifest(1, 6), b"{}")
+    skipped: list[CheckpointName] = []
+    found = checkpoints.readable(local_store, on_damaged=lambda name, error: skipped.append(name))
+    assert found == [manifests[0], manifests[2]] and skipped == [CheckpointName(1, 6)]
+
+
 def test_a_run_without_any_intact_checkpoint_fails(
     local_store: ObjectStore, save: Callable[[ObjectStore], Save]
 ) -> None:

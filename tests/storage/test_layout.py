@@ -2,7 +2,7 @@ import pytest
 
 from storage import layout
 from storage.errors import InvalidKey
-from storage.layout import CheckpointName, EvaluationName, LeaseName, LedgerName, PartName, PoolChangeName, VersionName
+from storage.layout import CheckpointName, EvaluationName, LeaseName, LedgerName, PartName, VersionName
 
 
 def test_names_are_those_of_the_documented_layout() -> None:
@@ -28,10 +28,8 @@ def test_parsers_are_the_inverse_of_names(number: int) -> None:
     assert layout.parse_part(layout.part(2, number, 1234)) == PartName(2, number, 1234)
     assert layout.parse_ledger(layout.ledger_step(2, number)) == LedgerName(2, number)
     assert layout.parse_ledger(layout.drops(2, number, 5)) == LedgerName(2, number, 5)
-    assert layout.parse_pool_change(layout.pool_change(2, number)) == PoolChangeName(2, number)
     assert layout.parse_checkpoint(layout.checkpoint(2, number)) == CheckpointName(2, number)
     assert layout.parse_weights(layout.weights(2, number)) == VersionName(2, number)
-    assert layout.parse_refit(layout.refit(2, number)) == VersionName(2, number)
     assert layout.parse_evaluation(layout.evaluation(2, number, "gsm")) == EvaluationName(2, number, "gsm")
 
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from grpo_core.refit.control import ControlError
 from grpo_core.refit.gloo import JOINED, READY, GlooTransfer, join_group
-from grpo_core.refit.transfer import TransferError, Weights
+from grpo_core.refit.transfer import TransferError, Weights, local_address
 
 DEADLINE = 30.0
 WEIGHTS = Weights.of(
@@ -91,7 +91,7 @@ def run_all(calls: list[Callable[[], None]]) -> None:
 
 
 def opened(engine: Any) -> GlooTransfer:
-    transfer = GlooTransfer("127.0.0.1")
+    transfer = GlooTransfer()
     transfer.open(engine, DEADLINE)
     return transfer
 
@@ -160,7 +160,7 @@ def test_engine_that_refuses_to_join_is_an_error_and_no_link_remains() -> None:
             raise ControlError("weight transfer is not configured")
 
     engine: Any = Refusing()
-    transfer = GlooTransfer("127.0.0.1")
+    transfer = GlooTransfer()
     with pytest.raises(ControlError, match="not configured"):
         transfer.open(engine, DEADLINE)
     assert not transfer.is_open("e0")
@@ -174,10 +174,39 @@ def test_worker_that_is_lost_before_the_group_forms_is_an_error_at_the_deadline(
             time.sleep(DEADLINE)
 
     engine: Any = Half()
-    transfer = GlooTransfer("127.0.0.1")
+    transfer = GlooTransfer()
     with pytest.raises(TransferError, match="e0 and the trainer"):
         transfer.open(engine, 1.0)
     assert not transfer.is_open("e0")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "127.0.0.3"])
+def test_engine_hears_the_address_that_leads_to_it(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """As on a machine where each engine is behind another interface."""
+    heard: list[str] = []
+
+    class Listening(Engine):
+        def init_transfer(self, info: dict[str, Any], deadline_seconds: float) -> None:
+            heard.append(info["host"])
+            super().init_transfer(info, deadline_seconds)
+
+    engine: Any = Listening()
+    engine.url = f"http://{host}:1"
+    monkeypatch.setattr("grpo_core.refit.transfer.local_address", lambda asked: asked)
+    opened(engine)
+    assert heard == [host]
+
+
+def test_loopback_is_reached_from_loopback() -> None:
+    assert local_address("localhost") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(("url", "reason"), [("no-url", "no host"), ("http://no.such.host.invalid", "no network")])
+def test_engine_without_a_usable_host_is_an_error_of_that_engine(url: str, reason: str) -> None:
+    engine: Any = Engine()
+    engine.url = url
+    with pytest.raises(TransferError, match=reason):
+        GlooTransfer().open(engine, DEADLINE)
 
 
 def test_closed_link_is_forgotten() -> None:

@@ -17,7 +17,7 @@ import torch
 from grpo_core.refit.control import ControlError
 from grpo_core.refit.ipc import IpcTransfer, encode_handles
 from grpo_core.refit.nccl import HeldWeights, NcclTransfer, PhaseClient
-from grpo_core.refit.transfer import TransferError, Weights
+from grpo_core.refit.transfer import TransferError, Weights, local_address
 
 WEIGHTS = Weights.of([("a", torch.ones(4, 4)), ("lm_head.weight", torch.ones(2, 2))], digests=False)
 
@@ -77,19 +77,17 @@ class Vllm:
 
 
 def test_nccl_link_is_of_the_trainer_and_one_engines_workers() -> None:
-    vllm, engine = Vllm(), Engine(workers=4)
-    transfer = NcclTransfer("127.0.0.1", connect=vllm)
+    vllm, engine = Vllm(), Engine(url="http://127.0.0.3:8000", workers=4)
+    transfer = NcclTransfer(connect=vllm)
     transfer.open(engine, 5)  # type: ignore[arg-type]
     (host, port, world_size) = vllm.asked[0]
-    assert (host, world_size) == ("127.0.0.1", 5)
+    assert (host, world_size) == (local_address("127.0.0.3"), 5)
     assert port > 0
     assert engine.calls == [("init", {"rank_offset": 1})]
     assert transfer.is_open("e0")
 
 
-@pytest.mark.parametrize(
-    "make", [lambda vllm: NcclTransfer("127.0.0.1", vllm), lambda vllm: IpcTransfer(1 << 20, vllm)]
-)
+@pytest.mark.parametrize("make", [lambda vllm: NcclTransfer(vllm), lambda vllm: IpcTransfer(1 << 20, vllm)])
 def test_start_and_finish_stay_with_the_coordinator(make: Any) -> None:
     vllm, engine = Vllm(), Engine()
     transfer = make(vllm)
@@ -104,7 +102,7 @@ def test_start_and_finish_stay_with_the_coordinator(make: Any) -> None:
 
 def test_nccl_transfer_that_hangs_is_aborted_at_its_deadline() -> None:
     vllm, engine = Vllm(), Engine()
-    transfer = NcclTransfer("127.0.0.1", connect=vllm)
+    transfer = NcclTransfer(connect=vllm)
     transfer.open(engine, 5)  # type: ignore[arg-type]
     vllm.links[0].hang.clear()
     with pytest.raises(TransferError, match=r"e0 did not receive the weights within 0\.2 s"):
@@ -119,7 +117,7 @@ def test_error_of_the_engine_passes_through() -> None:
             raise ControlError("engine e0: POST /update_weights answered 500")
 
     vllm, engine = Vllm(), Failing()
-    transfer = NcclTransfer("127.0.0.1", connect=vllm)
+    transfer = NcclTransfer(connect=vllm)
     transfer.open(engine, 5)  # type: ignore[arg-type]
     with pytest.raises(ControlError, match="500"):
         transfer.send(engine, WEIGHTS, 5)  # type: ignore[arg-type]
@@ -130,7 +128,7 @@ def test_error_of_the_wire_names_the_engine() -> None:
         def send_weights(self) -> None:
             raise RuntimeError("NCCL error: remote process exited")
 
-    transfer = NcclTransfer("127.0.0.1", connect=lambda *arguments: Broken(*arguments[-2:]))
+    transfer = NcclTransfer(connect=lambda *arguments: Broken(*arguments[-2:]))
     transfer.open(Engine(), 5)  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="e0 did not receive the weights: NCCL error"):
         transfer.send(Engine(), WEIGHTS, 5)  # type: ignore[arg-type]
@@ -138,7 +136,7 @@ def test_error_of_the_wire_names_the_engine() -> None:
 
 def test_one_engines_link_can_be_closed_alone() -> None:
     vllm = Vllm()
-    transfer = NcclTransfer("127.0.0.1", connect=vllm)
+    transfer = NcclTransfer(connect=vllm)
     for name in ("e0", "e1"):
         transfer.open(Engine(name), 5)  # type: ignore[arg-type]
     transfer.close("e0")

@@ -85,7 +85,7 @@ def pool(vllm_engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) -
             name: AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
             for name, engine in engines.items()
         }
-        yield Pool(engines, models, GlooTransfer("127.0.0.1"))
+        yield Pool(engines, models, GlooTransfer())
 
 
 def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -293,7 +293,7 @@ def test_weights_that_are_not_finite_never_reach_the_engine(pool: Pool) -> None:
 def test_new_trainer_takes_over_an_engine_whose_group_belongs_to_a_dead_one(pool: Pool) -> None:
     randomise(pool.models["tied"], seed=40)
     EngineControl(pool.address("tied")).pause("keep", True, 30)
-    result = pool.refit("tied", Stamp(5, 0), transfer=GlooTransfer("127.0.0.1"))
+    result = pool.refit("tied", Stamp(5, 0), transfer=GlooTransfer())
     assert result.canary["tied"] <= 1e-4
     pool.transfer.close("tied")
 
@@ -302,7 +302,7 @@ class KillingTransfer(GlooTransfer):
     """Kills an engine's worker while the weights are on their way to it."""
 
     def __init__(self, victim: RunningEngine) -> None:
-        super().__init__("127.0.0.1")
+        super().__init__()
         self._victim = victim
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:

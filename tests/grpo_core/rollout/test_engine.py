@@ -212,9 +212,9 @@ def test_abort_names_the_request_as_the_engine_knows_it(engine: FakeEngine) -> N
             await engine_client.abort("mine", deadline_seconds=5)
             return await task
 
-    turn = asyncio.run(run())
-    assert turn.finish_reason == "abort"
-    assert 0 < len(turn.output_ids) == len(turn.logprobs) < 1000
+    with pytest.raises(InvalidGeneration, match=r"'abort' after \d+ tokens") as caught:
+        asyncio.run(run())
+    assert caught.value.reason == "aborted"
 
 
 def test_state_of_the_engine_can_be_read(engine: FakeEngine) -> None:
@@ -298,6 +298,23 @@ def test_answer_with_a_missing_part_is_refused(path: list[Any]) -> None:
     del owner[path[-1]]
     with pytest.raises(InvalidGeneration):
         parse_turns(broken, [1], 1, engine="e0", submitted_at=0, finished_at=1)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_a_turn_that_was_cut_off_is_refused(reason: str | None) -> None:
+    cut: Any = copy.deepcopy(GOOD)
+    cut["choices"][0]["finish_reason"] = reason
+    with pytest.raises(InvalidGeneration) as caught:
+        parse_turns(cut, [1], 1, engine="e0", submitted_at=0, finished_at=1)
+    assert caught.value.reason == "aborted"
+
+
+def test_a_turn_without_a_token_is_refused() -> None:
+    empty: Any = copy.deepcopy(GOOD)
+    empty["choices"][0] |= {"token_ids": [], "weight_versions": [], "logprobs": {"content": []}}
+    with pytest.raises(InvalidGeneration) as caught:
+        parse_turns(empty, [1], 1, engine="e0", submitted_at=0, finished_at=1)
+    assert caught.value.reason == "aborted"
 
 
 def test_fewer_choices_than_asked_are_refused() -> None:

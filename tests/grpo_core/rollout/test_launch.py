@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +94,13 @@ def test_extra_arguments_come_last_and_extra_environment_wins() -> None:
 def test_spec_that_cannot_work_is_refused_by_name(spec: EngineSpec, named: str) -> None:
     with pytest.raises(LaunchError, match=named):
         engine_command(spec, {})
+
+
+def test_the_recipe_of_several_machines_starts_its_engines_with_these_flags() -> None:
+    spec = replace(GPU, block_size=None, gpus=(), enforce_eager=False)
+    command = engine_command(spec, {"PATH": "/bin"}, python="python")
+    recipe = Path(__file__).parents[3] / "deployments" / "recipes" / "multi_node.yaml"
+    comment = " ".join(line.strip("# \\") for line in recipe.read_text().splitlines() if line.startswith("#"))
+    shown = {word for word in comment[comment.index("VLLM_SERVER_DEV_MODE") :].split() if word.startswith("--")}
+    assert shown == {argument for argument in command.arguments if argument.startswith("--")}
+    assert all(f"{name}={value}" in comment for name, value in command.environment.items() if name != "PATH")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,25 @@ def test_closing_ends_the_workers() -> None:
     with workers("on_word") as pool:
         worker = pid(pool)
     assert not psutil.pid_exists(worker)
+
+
+def test_after_closing_nothing_is_scored_and_no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers("on_word") as pool:
+        pool.check()
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
+    for _ in range(2):
+        with pytest.raises(RewardError, match="are closed"):
+            score(pool, "a", word="pid")
+
+
+def test_closing_ends_a_call_that_is_under_way() -> None:
+    with workers("on_word") as pool, ThreadPoolExecutor(1) as thread:
+        worker = psutil.Process(pid(pool))
+        waiting = thread.submit(score, pool, "a", word="hang")
+        assert until(lambda: worker.num_threads() > 2)
+        pool.close()
+        with pytest.raises(RewardError, match="died with status -9"):
+            waiting.result(20)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a call"])

@@ -133,6 +133,13 @@ def test_no_trained_group_is_wholly_stale_and_every_decision_is_single(
     assert not set(admission.trained) & set(admission.returned)
 
 
+def test_a_group_of_foreign_weights_goes_back_whatever_its_version() -> None:
+    schedule = window(prompts_per_step=1)
+    ahead = schedule.admit([Candidate(0, 4, 6), Candidate(1, 5, 5, foreign=True), Candidate(2, 5, 5)], step=6)
+    assert ahead.returned == {0: "foreign version", 1: "foreign version"} and ahead.trained == (2,)
+    assert schedule.admit([Candidate(0, 0, 0, "failed", foreign=True)], step=6).dropped == {0: "failed"}
+
+
 def test_settings_come_from_the_run_config() -> None:
     grpo = GRPOConfig(
         num_prompts_per_step=5, async_grpo=AsyncGRPOConfig(max_trajectory_age_steps=4, stale_policy="drop")

@@ -9,9 +9,9 @@ from typing import Any
 
 from grpo_core.schedule.frontier import Frontier
 from grpo_core.training.batch import Row
-from grpo_core.training.feed import Feed, PartCache
+from grpo_core.training.feed import Feed, Lineage, PartCache
 from storage import schema
-from storage.attempts import claim_next
+from storage.attempts import claim_next, living_chain
 from storage.layout import PartName
 from storage.leases import LeaseRecord, write_lease
 from storage.objects import ObjectStore
@@ -91,7 +91,15 @@ class Run:
         store = ObjectStore.open(str(root))
         claim = claim_next(store, parent=parent, host="here", pid=1, pid_started_at=0.0, claimed_at=0.0)
         trajectories = TrajectoryStore(store, claim.attempt)
-        feed = Feed(store, trajectories, claim.attempt, frontier or Frontier(), PartCache(trajectories))
+        feed = Feed(
+            store,
+            trajectories,
+            claim.attempt,
+            frontier or Frontier(),
+            PartCache(trajectories),
+            rollouts=ROLLOUTS,
+            lineage=Lineage.of(living_chain(store), every_steps=1),
+        )
         return cls(store, claim.attempt, feed, trajectories)
 
     def lease(self, *ordinals: int, failure_counts: dict[int, int] | None = None) -> int:

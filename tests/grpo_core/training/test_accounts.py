@@ -16,7 +16,7 @@ from storage.layout import PartName
 
 def group(ordinal: int, rollouts: tuple[int, ...] = (0, 1), rewards: tuple[float, ...] = (0.0, 1.0)) -> BufferedGroup:
     return BufferedGroup(
-        ordinal, PartName(1, 2, 3), tuple(range(len(rollouts))), rollouts, rewards, 0, 4, 0, ordinal, None
+        ordinal, PartName(1, 2, 3), tuple(range(len(rollouts))), rollouts, rewards, 0, 4, 0, ordinal, None, False
     )
 
 

@@ -58,6 +58,7 @@ class Stage:
     commands: list[Any] = field(default_factory=list)
     reports: list[dict[str, Any]] = field(default_factory=list)
     failing_refits: int = 0
+    breaking: set[str] = field(default_factory=set)
 
     def engine(self, number: int, *joined: str, left: tuple[str, ...] = ()) -> None:
         change = PoolChange({name: f"http://{name}" for name in joined}, left)
@@ -66,7 +67,7 @@ class Stage:
     def conduct(self) -> list[Any]:
         values = {
             "model": {"context_length": 32},
-            "generation": {"max_completion_length": 8, "flush_seconds": 0.05},
+            "generation": {"max_completion_length": 8, "flush_seconds": 0.05, "lease_timeout_seconds": 20},
             "packing": {"token_budget": 32},
             "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
             "checkpointing": {"save_period": 1},
@@ -116,7 +117,9 @@ class Stage:
                 if self.failing_refits:
                     self.failing_refits -= 1
                     return RefitFailed(stamp, [BrokenEngine(name, "transfer", "gone") for name in names])
-                return RefitResult(stamp, names, (), {"transfer": 0.1}, dict.fromkeys(names, 1e-7))
+                whole = tuple(name for name in names if name not in self.breaking)
+                broken = tuple(BrokenEngine(name, "canary", "off") for name in names if name in self.breaking)
+                return RefitResult(stamp, whole, broken, {"transfer": 0.1}, dict.fromkeys(whole, 1e-7))
         return None
 
     def _result(self, plan: StepPlan) -> StepResult:
@@ -231,7 +234,65 @@ def test_a_late_engine_is_served_while_the_step_waits(stage: Stage) -> None:
     stage.conduct()
     assert stage.kinds() == ["Refit", "Refit", "Step", "Refit", "Save"]
     second = stage.commands[1]
-    assert second.stamp == Stamp(1, 0) and [engine.name for engine in second.engines] == ["e0", "e1"]
+    # The others carry these weights already and are not paused for it.
+    assert second.stamp == Stamp(1, 0) and [engine.name for engine in second.engines] == ["e1"]
+
+
+def test_a_late_engine_that_breaks_does_not_hold_up_the_others(stage: Stage) -> None:
+    stage.steps = 1
+    stage.run.whole(group(0))
+    calls = []
+
+    def waiting() -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            stage.failing_refits = 1
+            stage.engine(1, "e1")
+        if stage.kinds().count("Refit") == 2:
+            stage.waiting = lambda: None
+            stage.run.whole(group(1))
+
+    stage.waiting = waiting
+    stage.conduct()
+    refits = [[engine.name for engine in each.engines] for each in stage.commands if isinstance(each, Refit)]
+    assert refits == [["e0"], ["e1"], ["e0"]] and stage.kinds()[-1] == "Save"
+
+
+def test_between_refits_a_late_engine_waits_for_the_next_version(stage: Stage) -> None:
+    """It would carry newer weights than the others under the same version."""
+    stage.changes = {"refit": {"every_steps": 2}}
+    stage.run.whole(group(0), group(1))
+    calls = []
+
+    def waiting() -> None:
+        if stage.kinds()[-1:] == ["Save"]:
+            calls.append(1)
+            if len(calls) == 2:
+                stage.engine(1, "e1")
+            if len(calls) == 5:
+                stage.waiting = lambda: None
+                stage.run.whole(group(2), group(3))
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert stage.kinds() == ["Refit", "Step", "Save", "Step", "Refit", "Save"]
+    assert [engine.name for engine in stage.commands[4].engines] == ["e0", "e1"]
+
+
+def test_the_report_names_every_engine_that_ever_broke(stage: Stage) -> None:
+    """It is overwritten, and whoever reads it may be busy for several refits."""
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)))
+    stage.engine(1, "e1", "e2")
+    stage.breaking = {"e1"}
+
+    def break_another(command: Any) -> None:
+        if isinstance(command, Step):
+            stage.breaking = {"e2"} if command.plan.step == 1 else set()
+
+    stage.on_command = break_another
+    stage.conduct()
+    last = [report["broken_engines"] for report in stage.reports if "broken_engines" in report][-1]
+    assert last == {"e1": "canary: off", "e2": "canary: off"}
 
 
 def test_a_refit_that_fails_everywhere_waits_for_another_engine(stage: Stage) -> None:
@@ -272,23 +333,55 @@ def test_being_stopped_before_anything_was_trained_saves_nothing(stage: Stage) -
     assert stage.conduct() == []
 
 
-def test_decisions_pending_at_a_stop_are_not_lost(stage: Stage) -> None:
-    """Otherwise the checkpoint would hold an ordinal as buffered that no pinned part brings back."""
-    stage.changes = {"generation": {"flush_seconds": 1000}, "checkpointing": {"save_period": 100}}
-    stage.done, stage.steps = 4, 9
-    stage.run.whole(group(0, versions=(4,)), group(1, versions=(4,)))
+@pytest.mark.parametrize("flush_seconds", [0.05, 1000])
+def test_after_a_stop_and_a_resume_every_ordinal_is_accounted_for_once(
+    stage: Stage, tmp_path: Path, flush_seconds: float
+) -> None:
+    """What is decided while a step is waited for that never comes is decided again, by whoever takes that step."""
+    stage.changes = {"generation": {"flush_seconds": flush_seconds}, "checkpointing": {"save_period": 100}}
+    stage.done, stage.steps = 4, 7
+    stage.run.whole(*(group(ordinal, versions=(2,)) for ordinal in range(3)))
+    stage.run.lease(5)
 
     def waiting() -> None:
-        frontier = stage.run.feed.frontier
-        if "Step" in stage.kinds() and stage.run.leases == 1:
-            stage.run.whole(tombstone(2), group(3, versions=(0,)))
-        stage.stop = frontier.next_ordinal == 4 and stage.run.feed.groups == {}
+        if "Step" in stage.kinds() and stage.run.leases == 2:
+            stage.run.whole(tombstone(3), group(4, versions=(0,)))
+        decided = stage.run.feed.frontier.next_ordinal == 6 and stage.run.feed.groups == {}
+        stage.stop = decided and (flush_seconds == 1000 or 3 in stage.decided())
 
     stage.waiting = waiting
     stage.conduct()
-    assert stage.decided()[2] == ("dropped", "generation_failed") and stage.decided()[3] == ("returned", "stale")
-    assert stage.kinds()[-1] == "Save" and stage.commands[-1].facts["pinned"] == []
-    assert FrontierState.from_json(stage.commands[-1].facts["frontier"]).buffered == []
+    assert stage.kinds()[-1] == "Save" and stage.commands[-1].step == 5
+    facts = stage.commands[-1].facts
+    state = FrontierState.from_json(facts["frontier"])
+    assert state.buffered == [2] and facts["pinned"] == [[1, 0, 0]]
+
+    second = Stage(Run.start(tmp_path / "store", parent=(1, 5), frontier=Frontier.resume(state)), done=5, steps=7)
+    second.run.feed.restore([PartName(*part) for part in facts["pinned"]], state.buffered)
+    second.engine(0, "f0")
+    second.run.whole(group(6, attempt=2, versions=(5,)))
+    leased: set[int] = set()
+
+    def generate() -> None:
+        for ordinal in set(second.run.feed.frontier.members(OrdinalState.RETURNED)) - leased:
+            leased.add(ordinal)
+            second.run.whole(tombstone(3) if ordinal == 3 else group(ordinal, attempt=2, versions=(5,)))
+
+    second.waiting = generate
+    second.conduct()
+    ended = [row for row in read_ledger(stage.run.store).to_pylist() if row["state"] != "returned"]
+    assert sorted(row["ordinal"] for row in ended) == list(range(7))
+    assert [row["ordinal"] for row in ended if row["state"] == "dropped"] == [3]
+    assert second.run.feed.frontier.frontier == 7
+
+
+def test_a_group_of_a_dead_branch_is_never_trained(stage: Stage, tmp_path: Path) -> None:
+    """Its version number is one that the living branch has too."""
+    second = Stage(Run.start(tmp_path / "store", parent=(1, 1)), done=3, steps=4)
+    second.engine(0, "f0")
+    second.run.whole(group(0, versions=(1, 2)), group(1, versions=(1,)), group(2, attempt=2, versions=(3,)))
+    second.conduct()
+    assert second.decided() == {0: ("returned", "foreign version"), 1: ("trained", None), 2: ("trained", None)}
 
 
 def test_a_run_resumes_from_what_its_checkpoint_pins(stage: Stage, tmp_path: Path) -> None:
@@ -346,7 +439,7 @@ def test_other_ranks_hear_of_a_long_wait(stage: Stage, monkeypatch: pytest.Monke
 
 
 def test_waiting_without_end_names_what_is_missing(stage: Stage) -> None:
-    stage.changes = {"training": {"step_timeout_seconds": 0.1}}
+    stage.changes = {"training": {"step_timeout_seconds": 0.1}, "generation": {"lease_timeout_seconds": 0.05}}
     stage.run.whole(group(0))
     stage.run.lease(1, 2, 3)
     with pytest.raises(TrainerStuck, match="1 of 2 are buffered, 3 in flight"):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from grpo_core.schedule.frontier import Frontier, OrdinalState
-from grpo_core.training.feed import PartCache
+from grpo_core.training.feed import Lineage, PartCache
 from grpo_core.training.step import FILLER, Place
+from grpo_core.trajectory import VersionSpan
 from storage import layout
+from storage.attempts import Link
 from storage.errors import DamagedShard
 from tests.grpo_core.training.parts import Run, group, tombstone
 
@@ -81,6 +83,80 @@ def test_a_sealed_lease_returns_what_is_missing(run: Run) -> None:
     run.feed.poll()
     assert sorted(run.feed.groups) == [0, 1, 2]
     assert dict(run.feed.frontier.failure_counts) == {0: 2}
+
+
+def test_a_seal_and_the_lease_of_what_it_returned_may_be_seen_at_once(run: Run) -> None:
+    first = run.lease(0, 1)
+    run.feed.poll()
+    run.arrive(first, group(1))
+    run.trajectories.seal(first, (0, 1))
+    second = run.lease(0, 2)
+    run.feed.poll()
+    assert run.feed.frontier.members(OrdinalState.IN_FLIGHT) == [0, 2]
+    run.arrive(second, group(0), group(2), last=True)
+    run.feed.poll()
+    assert sorted(run.feed.groups) == [0, 1, 2]
+
+
+def test_a_lease_may_be_first_seen_together_with_the_one_that_follows_its_seal(run: Run) -> None:
+    for _ in range(2):
+        run.trajectories.seal(run.lease(0, 1), (0, 1))
+    run.arrive(run.lease(1, 0), group(1), group(0), last=True)
+    run.feed.poll()
+    assert sorted(run.feed.groups) == run.feed.frontier.members(OrdinalState.BUFFERED) == [0, 1]
+
+
+def test_parts_are_taken_without_a_gap(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing that runs while parts are written may show a later one and miss an earlier one."""
+    lease = run.lease(0, 1)
+    run.arrive(lease, group(0))
+    run.arrive(lease, group(1), last=True)
+    whole = type(run.trajectories).open_parts
+    with monkeypatch.context() as torn:
+        torn.setattr(type(run.trajectories), "open_parts", lambda self, leases: whole(self, leases)[1:])
+        run.feed.poll()
+    assert run.feed.groups == {}
+    run.feed.poll()
+    assert sorted(run.feed.groups) == [0, 1]
+
+
+@pytest.mark.parametrize("rewards", [(1.0,), (0.0, 1.0, 0.5)])
+def test_a_group_of_another_size_than_the_runs_is_a_failure(run: Run, rewards: tuple[float, ...]) -> None:
+    run.whole(group(0, rewards=rewards), group(1))
+    run.feed.poll()
+    found = run.feed.groups[0]
+    assert found.failure == "incomplete group" and len(found.rewards) == 2
+    assert run.feed.groups[1].failure is None
+
+
+def test_a_group_that_lacks_a_rollout_in_the_middle_is_a_failure(run: Run) -> None:
+    rows = group(0)
+    rows[1]["rollout"] = 2
+    run.whole(rows)
+    run.feed.poll()
+    assert run.feed.groups[0].failure == "incomplete group"
+
+
+def test_weights_of_a_dead_branch_do_not_pass_for_living_ones_of_the_same_number(tmp_path: Path) -> None:
+    Run.start(tmp_path)
+    second = Run.start(tmp_path, parent=(1, 3))
+    second.whole(
+        group(0, attempt=1, versions=(3,)),
+        group(1, attempt=1, versions=(3, 4)),
+        group(2, attempt=2, versions=(4,)),
+        group(3, attempt=7, versions=(0,)),
+        tombstone(4),
+    )
+    second.feed.poll()
+    assert {ordinal: each.candidate().foreign for ordinal, each in second.feed.groups.items()} == {
+        0: False, 1: True, 2: False, 3: True, 4: False,
+    }  # fmt: skip
+
+
+def test_a_lineage_counts_versions_and_not_steps() -> None:
+    lineage = Lineage.of([Link(1, 5), Link(3, None)], every_steps=2)
+    assert [lineage.holds(VersionSpan(1, version, 0, 1)) for version in (2, 3)] == [True, False]
+    assert lineage.holds(VersionSpan(3, 99, 0, 1)) and not lineage.holds(VersionSpan(2, 0, 0, 1))
 
 
 def test_leases_of_other_attempts_are_not_ours(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""A lease's task: groups become parts as they finish, and what cannot be generated ends as a tombstone."""
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flows.generate import LeaseJob, LeaseStopped
+from grpo_core.config import RunConfig
+from grpo_core.prompts import PromptStream, Row
+from grpo_core.rollout.group import Generator
+from grpo_core.trajectory import Prompt
+from storage.leases import LeaseRecord
+from storage.objects import ObjectStore
+from storage.trajectories import TrajectoryStore
+
+STREAM = PromptStream([Row([{"role": "user", "content": "1 + 1 ="}], {})], seed=0)
+
+
+class SlowForSome(Generator):
+    """Groups without an engine: one row each; ordinal 2 takes longer than a flush."""
+
+    async def group(self, prompt: Prompt, session: Any, *, attempt: int) -> list[dict[str, Any]]:
+        await asyncio.sleep(0.6 if prompt.ordinal == 2 else 0.0)
+        return self.tombstone(prompt, "no engine in this test")
+
+
+def job(tmp_path: Path, record: LeaseRecord, **changes: Any) -> LeaseJob:
+    config = RunConfig.model_validate({"generation": {"flush_seconds": 0.2}})
+    store = ObjectStore.open(str(tmp_path / "run"))
+    generator = SlowForSome(config, SimpleNamespace(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    fields = {
+        "record": record,
+        "generator": generator,
+        "stream": STREAM,
+        "trajectories": TrajectoryStore(store, 1),
+        "stopped": lambda: False,
+        "on_tokens": lambda count: None,
+    }
+    return LeaseJob(**{**fields, **changes})
+
+
+def lease(**fields: Any) -> LeaseRecord:
+    return LeaseRecord(attempt=1, lease=0, ordinals=(1, 2, 3), dispatched_at=0.0, stamp="1.0", **fields)
+
+
+def test_a_straggler_holds_back_only_its_own_group(tmp_path: Path) -> None:
+    work = job(tmp_path, lease())
+    result = work.run()
+    footers = [work.trajectories.read_footer(name) for name in work.trajectories.open_parts([0])]
+    assert [footer.ordinals for footer in footers] == [(1, 3), (2,)]
+    assert [footer.last for footer in footers] == [False, True]
+    assert sorted(result.arrived) == [1, 2, 3] and sum(result.failures.values()) == 3
+
+
+def test_a_prompt_that_cost_its_leases_too_often_is_not_generated_again(tmp_path: Path) -> None:
+    work = job(tmp_path, lease(failure_counts={2: 3, 3: 2}))
+    work.run()
+    errors = dict(zip(*(_column(work, name) for name in ("ordinal", "error")), strict=True))
+    assert "3 leases" in errors[2] and errors[3] == "no engine in this test"
+
+
+def test_a_stopped_lease_leaves_what_it_had_committed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    work = job(tmp_path, lease(), stopped=lambda: time.monotonic() - began > 0.35)
+    with pytest.raises(LeaseStopped, match="lease 0"):
+        work.run()
+    assert all(not work.trajectories.read_footer(name).last for name in work.trajectories.open_parts([0]))
+
+
+def _column(work: LeaseJob, name: str) -> list[Any]:
+    return work.trajectories.read(work.trajectories.open_parts([0])).column(name).to_pylist()

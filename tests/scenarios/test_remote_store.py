@@ -1,0 +1,46 @@
+"""The same run with its store on S3: everything that crosses processes crosses the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.scenarios.conftest import MakeDriver
+from tests.scenarios.run_driver import checkpoint_committed
+from tests.scenarios.soundness import assert_sound, attempts
+
+BUCKET, REGION = "forebay-scenarios", "us-east-1"
+
+
+@pytest.fixture
+def options() -> Iterator[dict[str, Any]]:
+    """A bucket on an S3 server of this test."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    access = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
+    client = boto3.client(
+        "s3",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        endpoint_url=access["endpoint_url"],
+        region_name=REGION,
+    )
+    client.create_bucket(Bucket=BUCKET)
+    yield {**access, "client_kwargs": {"region_name": REGION}}
+    server.stop()
+
+
+def test_a_run_on_s3_survives_a_kill_of_its_flow(make_driver: MakeDriver, options: dict[str, Any]) -> None:
+    driver = make_driver(settings={"storage": {"root": f"s3://{BUCKET}/runs", "options": options}})
+    driver.start()
+    driver.wait_for(checkpoint_committed(2))
+    driver.kill("flow")
+    assert driver.orphans() == []
+    assert driver.run() == 0, driver.errors
+    assert_sound(driver)
+    assert attempts(driver.store) == 2
