@@ -179,7 +179,7 @@ class Pipeline:
             self._meter.step(footer, time.monotonic())
             self._history.append({"step": float(footer.name.step), **footer.metrics})
             # The checkpoint of a step is committed after its ledger, so it is there by the time of the next step.
-            if self._origin is not None and footer.name.step % self._config.checkpointing.save_period == 1:
+            if self._origin is not None and (footer.name.step - 1) % self._config.checkpointing.save_period == 0:
                 record_progress(self._run, self._origin)
         live = attempt.leasing.live
         if live is not None and Stamp(live.attempt, live.version) != self._router.stamp:
