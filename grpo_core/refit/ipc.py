@@ -8,8 +8,6 @@ pickle over HTTP, written by this process and read by an engine that was told to
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,12 +22,10 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def encode_handles(update_info: dict[str, Any]) -> dict[str, Any]:
-    """The update in the form vLLM's HTTP route expects: memory handles as a pickle in base64."""
-    plain = {key: value for key, value in update_info.items() if key != "ipc_handles"}
-    handles = update_info.get("ipc_handles")
-    if handles is not None:
-        plain["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode("ascii")
-    return plain
+    """The update in the form vLLM's HTTP route expects, encoded by vLLM itself: what it reads is what it wrote."""
+    from vllm.distributed.weight_transfer.clients import _json_safe_update_info
+
+    return _json_safe_update_info(update_info)
 
 
 Connect = Callable[[int, PhaseClient, HeldWeights], TrainerEngine]
