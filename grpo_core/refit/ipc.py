@@ -21,11 +21,14 @@ from grpo_core.refit.transfer import TransferError, Weights
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
-def encode_handles(update_info: dict[str, Any]) -> dict[str, Any]:
-    """The update in the form vLLM's HTTP route expects, encoded by vLLM itself: what it reads is what it wrote."""
+Encode = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def handle_encoding() -> Encode:
+    """How handles go over HTTP: encoded by vLLM itself, so what it reads is what it wrote. Imports vLLM."""
     from vllm.distributed.weight_transfer.clients import _json_safe_update_info
 
-    return _json_safe_update_info(update_info)
+    return _json_safe_update_info
 
 
 Connect = Callable[[int, PhaseClient, HeldWeights], TrainerEngine]
@@ -61,7 +64,7 @@ class IpcTransfer:
             )
         if urlsplit(engine.url).hostname not in LOOPBACK:
             raise TransferError(f"ipc needs an engine on loopback, not {engine.url}; start it with host 127.0.0.1")
-        client, source = PhaseClient(engine, deadline_seconds, encode_handles), HeldWeights()
+        client, source = PhaseClient(engine, deadline_seconds, handle_encoding()), HeldWeights()
         link = on_device(lambda: self._connect(self._buffer_bytes, client, source))
         self._links[engine.name] = (await_link(link, deadline_seconds, engine, "connect"), client, source)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo_core.refit.control import ControlError
-from grpo_core.refit.ipc import IpcTransfer, encode_handles
+from grpo_core.refit.ipc import IpcTransfer, handle_encoding
 from grpo_core.refit.nccl import HeldWeights, NcclTransfer, PhaseClient
 from grpo_core.refit.transfer import TransferError, Weights, local_address
 
@@ -146,7 +146,7 @@ def test_one_engines_link_can_be_closed_alone() -> None:
 
 
 def test_ipc_handles_travel_in_the_encoding_of_the_http_route() -> None:
-    encoded = encode_handles({"names": ["a"], "ipc_handles": {"GPU-1": (1, b"handle")}})
+    encoded = handle_encoding()({"names": ["a"], "ipc_handles": {"GPU-1": (1, b"handle")}})
     assert encoded["names"] == ["a"]
     assert "ipc_handles" not in encoded
     assert pickle.loads(base64.b64decode(encoded["ipc_handles_pickled"])) == {"GPU-1": (1, b"handle")}
