@@ -82,7 +82,7 @@ def open_run(
         raise RunRefused(
             f"run {config.run_id} in {store.url} has format {recorded['format']}, this version writes {FORMAT}; continue it with the version that made it"
         )
-    before = RunConfig.model_validate(recorded["config"])
+    before = recipe.parse(recorded["config"], where=f"run.json of {store.url}")
     keys = recipe.changed_keys(before, config)
     refused = [key for key in keys if not recipe.continuable(key)]
     if refused:
@@ -113,7 +113,8 @@ def finished_run(config: RunConfig, store: ObjectStore) -> int | None:
         return None
     recorded = read_record(store, layout.run())
     if recorded["format"] != FORMAT or any(
-        not recipe.continuable(key) for key in recipe.changed_keys(RunConfig.model_validate(recorded["config"]), config)
+        not recipe.continuable(key)
+        for key in recipe.changed_keys(recipe.parse(recorded["config"], where=f"run.json of {store.url}"), config)
     ):
         return None
     steps = last_step(config.grpo, prompts=recorded["prompts"])

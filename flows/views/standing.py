@@ -91,7 +91,9 @@ def recorded_run(store: ObjectStore) -> RecordedRun:
     except ObjectMissing as error:
         raise RunRefused(f"there is no run in {store.url}; check the run id and --root") from error
     claim = newest(store)
-    config = recipe.with_changes(RunConfig.model_validate(fields["config"]), claim.config_changes if claim else {})
+    config = recipe.with_changes(
+        recipe.parse(fields["config"], where=f"run.json of {store.url}"), claim.config_changes if claim else {}
+    )
     return RecordedRun(config, last_step(config.grpo, prompts=fields["prompts"]), claim)
 
 
