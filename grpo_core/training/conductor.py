@@ -115,6 +115,7 @@ class Conductor:
         self._carrying: set[str] = set()
         self._refitted = -1  # the step whose weights they carry
         self._broken: dict[str, str] = {}
+        self._distrusted: dict[str, int] = {}
         self._changes = -1
         self._metrics: dict[str, float] = {}
         self._unsaved: Save | None = None
@@ -148,7 +149,9 @@ class Conductor:
         while not self._stopping():
             if feed.poll():
                 progress = time.monotonic()
-            admission = self._window.admit((group.candidate() for group in feed.groups.values()), step=step)
+            admission = self._window.admit(
+                (group.candidate(self._distrusted) for group in feed.groups.values()), step=step
+            )
             pending = pending.with_admission(admission, feed.groups, at=time.monotonic())
             for ordinal in [*admission.returned, *admission.dropped]:
                 feed.groups.pop(ordinal)
@@ -274,6 +277,7 @@ class Conductor:
                 for broken in result.broken:
                     self._engines.pop(broken.name)
                     self._broken[broken.name] = f"{broken.phase}: {broken.cause}"
+                    self._distrusted[broken.name] = stamp.version
                 # All of them, ever: the report is overwritten, and a name is never used for two engines.
                 self._report({"broken_engines": dict(self._broken)})
                 if isinstance(result, RefitResult):

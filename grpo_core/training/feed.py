@@ -8,6 +8,7 @@ attempt of a span again: there, versions are those of one line of weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from storage.trajectories import PartFooter, TrajectoryStore
 
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
+    "engine",
 )  # fmt: skip
 GENERATION_FAILED = "generation_failed"
 LEASABLE = (OrdinalState.NEW, OrdinalState.RETURNED)
@@ -53,11 +55,15 @@ class BufferedGroup:
     dataset_index: int
     failure: str | None
     foreign: bool
+    engines: frozenset[str] = frozenset()
 
-    def candidate(self) -> Candidate:
+    def candidate(self, distrusted: Mapping[str, int]) -> Candidate:
+        """As admission sees it. `distrusted`: engine → the version with which it failed its refit; whatever it
+        sampled from there on may come from weights that are nobody's."""
         # One word for the ledger; the cause stays with the tombstone in its shard.
         failure = None if self.failure is None else GENERATION_FAILED
-        return Candidate(self.ordinal, self.oldest_version, self.newest_version, failure, self.foreign)
+        doubtful = any(self.newest_version >= distrusted.get(engine, math.inf) for engine in self.engines)
+        return Candidate(self.ordinal, self.oldest_version, self.newest_version, failure, self.foreign or doubtful)
 
     def places(self) -> list[Place]:
         key = layout.part(self.part.attempt, self.part.lease, self.part.part)
@@ -197,9 +203,9 @@ def part_groups(
     name: PartName, table: pa.Table, rows: Sequence[Row], *, rollouts: int, lineage: Lineage
 ) -> list[BufferedGroup]:
     """The groups of a part, in order of their ordinals. A whole group has the rollouts 0 to `rollouts` − 1."""
-    ordinals, numbers, rewards, epochs, indices, statuses, errors = (
+    ordinals, numbers, rewards, epochs, indices, statuses, errors, engines = (
         table.column(column).to_pylist()
-        for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error")
+        for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error", "engine")
     )
     members: dict[int, list[int]] = {}
     for row, ordinal in enumerate(ordinals):
@@ -230,6 +236,7 @@ def part_groups(
                 dataset_index=indices[where[0]],
                 failure=failure,
                 foreign=not all(lineage.holds(span) for span in spans),
+                engines=frozenset(engines[row] for row in where),
             )
         )
     return groups

@@ -28,6 +28,7 @@ def group(
     rewards: Sequence[float | None] = (0.0, 1.0),
     completion: int = COMPLETION,
     attempt: int = 1,
+    engine: str = "e0",
 ) -> list[dict[str, Any]]:
     """The rows of one group. Each version sampled one token, the last one the rest."""
     length = PROMPT + completion
@@ -44,6 +45,7 @@ def group(
         "prompt_length": PROMPT,
         "status": "ok",
         "finish_reason": "stop",
+        "engine": engine,
     }
     return [_row(ordinal, rollout, reward=reward, **facts) for rollout, reward in enumerate(rewards)]
 

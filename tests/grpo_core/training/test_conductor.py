@@ -298,7 +298,7 @@ def test_the_report_names_every_engine_that_ever_broke(stage: Stage) -> None:
 def test_a_refit_that_fails_everywhere_waits_for_another_engine(stage: Stage) -> None:
     stage.steps = 1
     stage.failing_refits = 1
-    stage.run.whole(group(0), group(1))
+    stage.run.whole(group(0, engine="e1"), group(1, engine="e1"))
 
     def waiting() -> None:
         if stage.kinds() == ["Refit"]:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from grpo_core.schedule.frontier import Frontier, OrdinalState
-from grpo_core.training.feed import Lineage, PartCache
+from grpo_core.training.feed import BufferedGroup, Lineage, PartCache
 from grpo_core.training.step import FILLER, Place
 from grpo_core.trajectory import VersionSpan
 from storage import layout
 from storage.attempts import Link
 from storage.errors import DamagedShard
+from storage.layout import PartName
 from tests.grpo_core.training.parts import Run, group, tombstone
 
 
@@ -148,7 +149,7 @@ def test_weights_of_a_dead_branch_do_not_pass_for_living_ones_of_the_same_number
         tombstone(4),
     )
     second.feed.poll()
-    assert {ordinal: each.candidate().foreign for ordinal, each in second.feed.groups.items()} == {
+    assert {ordinal: each.candidate({}).foreign for ordinal, each in second.feed.groups.items()} == {
         0: False, 1: True, 2: False, 3: True, 4: False,
     }  # fmt: skip
 
@@ -233,3 +234,23 @@ def test_a_resumed_frontier_agrees_with_the_restored_groups(tmp_path: Path) -> N
     second = Run.start(tmp_path, parent=(1, 1), frontier=Frontier.resume(state))
     second.feed.restore([part], state.buffered)
     assert sorted(second.feed.groups) == second.feed.frontier.members(OrdinalState.BUFFERED) == [0, 2]
+
+
+def test_what_an_engine_sampled_after_it_failed_its_refit_is_not_believed() -> None:
+    group = BufferedGroup(
+        ordinal=3,
+        part=PartName(1, 0, 0),
+        rows=(0,),
+        rollouts=(0,),
+        rewards=(1.0,),
+        oldest_version=4,
+        newest_version=5,
+        epoch=0,
+        dataset_index=0,
+        failure=None,
+        foreign=False,
+        engines=frozenset({"engine-0"}),
+    )
+    assert not group.candidate({}).foreign and not group.candidate({"engine-1": 5}).foreign
+    assert not group.candidate({"engine-0": 6}).foreign, "what it sampled before the failed refit stays good"
+    assert group.candidate({"engine-0": 5}).foreign
