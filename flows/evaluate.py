@@ -90,6 +90,7 @@ async def _sample(
             return [_unscored(rows[request.index], request, version, f"{type(error).__name__}: {error}")]
 
     async def scored(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        """The records of one request; at most REQUESTS_IN_FLIGHT of them are with the engines at a time."""
         async with places:
             turns = await generator.siblings(
                 generator.chat.render(rows[request.index].messages),

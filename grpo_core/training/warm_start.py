@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -39,28 +39,6 @@ CURVE_POINTS = 20
 
 class WarmStartError(ValueError):
     """The demonstrations or settings cannot be used."""
-
-
-def unseen(entries: Iterable[Mapping[str, Any]], seen: Collection[str], *, size: int) -> list[Mapping[str, Any]]:
-    """The first `size` entries whose question is neither in `seen` nor already taken: an exact held-out split.
-
-    A reasoning-gym dataset draws entry i with seed + i, so two seeds closer than the dataset's size share entries; and
-    a small task repeats questions whatever the seeds. Raises WarmStartError when too few are left.
-    """
-    taken = set(seen)
-    held_out: list[Mapping[str, Any]] = []
-    for entry in entries:
-        if len(held_out) == size:
-            break
-        if entry["question"] not in taken:
-            taken.add(entry["question"])
-            held_out.append(entry)
-    if len(held_out) < size:
-        raise WarmStartError(
-            f"only {len(held_out)} of {size} held-out questions are absent from the train split; "
-            "draw more candidates, shrink the train split or widen the task"
-        )
-    return held_out
 
 
 def demonstrations(entries: Iterable[Mapping[str, Any]], *, wrong_share: float, seed: int) -> list[Demonstration]:

@@ -124,10 +124,3 @@ def test_a_slip_keeps_the_form_of_the_number(right: str, wrong: str) -> None:
 def test_a_slip_of_something_that_is_no_number_is_refused() -> None:
     with pytest.raises(warm_start.WarmStartError, match="Friday"):
         warm_start.demonstrations([{"question": "q", "answer": "Friday"}], wrong_share=1.0, seed=0)
-
-
-def test_held_out_questions_are_new_and_distinct() -> None:
-    drawn = [{"question": question} for question in ["a", "b", "a", "c", "c", "d", "e"]]
-    assert [entry["question"] for entry in warm_start.unseen(drawn, {"b"}, size=3)] == ["a", "c", "d"]
-    with pytest.raises(warm_start.WarmStartError, match="only 1 of 5"):
-        warm_start.unseen(drawn, {"a", "b", "c", "d"}, size=5)
