@@ -13,14 +13,14 @@ from flows.engines import Engines
 from flows.evaluate import Evaluation, read_evaluations
 from flows.pipeline import Pipeline
 from flows.policy import PolicyPreparation
-from flows.run import check_owner, is_finished, open_run, open_store
+from flows.run import check_owner, finished_at, open_run, open_store
 from grpo_core.config import RunConfig
 from grpo_core.prompts import load_splits
 from grpo_core.refit.canary import canary_tokens
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import RewardWorkers
-from storage.ledger import newest_footer
+from storage.ledger import Totals, newest_footer
 from storage.objects import ObjectStore
 
 
@@ -55,20 +55,20 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
         # Before the run is recorded, because a recorded run could not be continued with another function.
         rewards.check()
         run = open_run(config, store, splits, tokenizer_digest=chat.digest(), canary=canary)
-        if is_finished(run.config, run.store, run.steps):
-            return summarise(run.config, store, run.steps)
+        if finished_at(run.config, store, run.window) is not None:
+            return summarise(run.config, store)
         router = Pool()
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
         Pipeline(run, chat, engines, router, rewards, control, logs).finish(policy.initial, after=newest)
-    return summarise(run.config, store, run.steps)
+    return summarise(run.config, store)
 
 
-def summarise(config: RunConfig, store: ObjectStore, steps: int) -> Summary:
+def summarise(config: RunConfig, store: ObjectStore) -> Summary:
     """Read how a run ended."""
     footer = newest_footer(store)
-    trained = footer.totals.trained if footer is not None else 0
-    dropped = sum(footer.totals.dropped.values()) if footer is not None else 0
-    return Summary(config.run_id, steps, trained, dropped, tuple(read_evaluations(store)))
+    totals = Totals() if footer is None else footer.totals
+    steps = 0 if footer is None else footer.step_done
+    return Summary(config.run_id, steps, totals.trained, sum(totals.dropped.values()), tuple(read_evaluations(store)))
 
 
 def log_directory(config: RunConfig, store: ObjectStore) -> Path:

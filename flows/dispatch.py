@@ -2,7 +2,8 @@
 
 Invariants: a lease ends by its last part, the task's own or our seal, and only then are its missing ordinals leased
 again; every ordinal a sealed lease gives back has failed once more, and beyond its budget it becomes a tombstone
-instead of being tried for ever; failures in a row, without one good group between them, end the run with their cause.
+instead of being tried for ever, unless there was no engine to ask, which is no fault of a prompt; failures in a row,
+without one good group between them, end the run with the cause that came first.
 """
 
 import threading
@@ -16,14 +17,12 @@ from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
 from grpo_core.prompts import PromptStream
 from grpo_core.rollout.group import Generator
+from grpo_core.rollout.pool import NoEngine
+from grpo_core.schedule.tolerance import Tolerance
 from storage.trajectories import TrajectoryStore
 
 # Prefect and the local control both have this many threads for tasks; some watch processes.
 MOST_LEASES = 200
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message names the culprit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,9 @@ class Dispatcher:
     on_tokens: Callable[[int], None]
     stop: threading.Event = field(default_factory=threading.Event)
     open: dict[int, OpenLease] = field(default_factory=dict)
-    _failures_in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        self._tolerance = Tolerance(self.generator.config.grpo.async_grpo.max_generation_failures)
 
     def dispatch(self) -> None:
         """Start as many leases as the window has room for."""
@@ -70,7 +71,7 @@ class Dispatcher:
             self.open[record.lease] = OpenLease(job, self.control.dispatch(job), expired, deadline)
 
     def collect(self) -> None:
-        """Take in what has finished; seal what failed or expired. Raise RunFailed."""
+        """Take in what has finished; seal what failed or expired. Raise TooManyFailures."""
         for number, lease in list(self.open.items()):
             if not lease.future.done():
                 if time.monotonic() > lease.deadline:
@@ -80,36 +81,28 @@ class Dispatcher:
             try:
                 result = lease.future.result()
             except Exception as error:  # noqa: BLE001 - whatever a task raises comes back here, and costs its lease alone
-                self._seal(lease, f"failed ({type(error).__name__}: {error})")
+                self._seal(lease, f"failed ({type(error).__name__}: {error})", blame=not isinstance(error, NoEngine))
                 continue
             del self.open[number]
             self.leasing.arrived(result.arrived)
             failed = sum(result.failures.values())
             if failed < len(result.arrived):
-                self._failures_in_a_row = 0
+                self._tolerance.succeeded()
             elif failed:
-                self._count_failures(failed, next(iter(result.failures)))
+                self._tolerance.failed(next(iter(result.failures)), failed)
 
-    def _seal(self, lease: OpenLease, why: str) -> None:
-        """End a lease in place of its task. Its last part says which ordinals go back."""
+    def _seal(self, lease: OpenLease, why: str, *, blame: bool = True) -> None:
+        """End a lease in place of its task. Its last part says which ordinals go back; `blame` counts that against
+        them."""
         record = lease.job.record
         del self.open[record.lease]
         if self.stop.is_set():
             return
         footer = self.trajectories.seal(record.lease, record.ordinals)
         self.leasing.arrived(tuple(set(record.ordinals) - set(footer.returned)))
-        self.leasing.failed(footer.returned)
+        self.leasing.gave_back(footer.returned, failed=blame)
         self.control.warn(f"lease {record.lease} {why}; {len(footer.returned)} of its ordinals are leased again")
-        self._count_failures(1, f"lease {record.lease} {why}")
-
-    def _count_failures(self, count: int, cause: str) -> None:
-        self._failures_in_a_row += count
-        limit = self.generator.config.grpo.async_grpo.max_generation_failures
-        if self._failures_in_a_row > limit:
-            raise RunFailed(
-                f"{self._failures_in_a_row} groups failed in a row, more than "
-                f"grpo.async_grpo.max_generation_failures={limit}; the cause was: {cause}"
-            )
+        self._tolerance.failed(f"lease {record.lease} {why}")
 
 
 def _any_set(*events: threading.Event) -> bool:

@@ -1,14 +1,19 @@
 """Which ordinals are generated next: the flow's side of the schedule, rebuilt from the store at every start.
 
 Invariants: a lease record is durable before its task starts; the frontier here follows the trainer's ledger and the
-parts of the leases, and decides nothing that is not in the store; the cost of an observation is that of what is new.
+parts of the leases, and decides nothing that is not in the store; the cost of an observation is that of what is new;
+ordinals that were in flight whenever the flow died lately are tried apart from all others, until they have come to
+something.
 """
 
 import time
 
 import pyarrow.compute as pc
 
+from flows.inquest import Inquest
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
+from grpo_core.schedule.supply import Supply
+from grpo_core.schedule.suspects import Suspects
 from grpo_core.schedule.window import Window
 from grpo_core.trajectory import Stamp
 from storage import layout, schema
@@ -36,8 +41,17 @@ class Leasing:
         self._next_version = self.steps_done // window.every_steps
         self._next_lease = 0
         self._drops = 0
+        self._supply = Supply.of(prompts_per_step=window.prompts_per_step, ceiling=window.most_open)
+        self._suspects = Suspects()
         self.live: RefitRecord | None = None
         self.newest: LedgerFooter | None = None
+
+    def heed(self, inquest: Inquest) -> None:
+        """Take over what earlier attempts learnt about ordinals that the checkpoint does not know of."""
+        for ordinal, count in inquest.failure_counts.items():
+            if self.frontier.state(ordinal) is OrdinalState.RETURNED:
+                self.frontier.set_failure_count(ordinal, max(count, self.frontier.failure_counts.get(ordinal, 0)))
+        self._suspects = inquest.suspects
 
     def observe(self) -> list[LedgerFooter]:
         """Take in what the trainer has ledgered and which version is live; the footers of the steps that are new."""
@@ -46,23 +60,29 @@ class Leasing:
             self.newest = footer
             if footer.name.drops is None:
                 steps.append(footer)
+                self._supply = self._supply.after_step(
+                    ready=int(footer.metrics.get("ready_groups") or 0), wanted=self._window.prompts_per_step
+                )
         while (record := read_refit(self._store, self._attempt, self._next_version)) is not None:
             self.live = record
             self._next_version += 1
         return steps
 
     def _next_ledger(self) -> LedgerFooter | None:
-        """Apply the next ledger file, if it is there. Drops of a step come before the step."""
+        """Apply the next ledger file, if it is there. Drops of a step come before the step, so they are looked for last:
+        a step that is there has all of its drops there."""
         step = self.steps_done + 1
-        for name in (LedgerName(self._attempt, step, self._drops), LedgerName(self._attempt, step)):
-            if self._store.exists(layout.ledger(name)):
-                self._apply(name)
-                self._drops = 0 if name.drops is None else self._drops + 1
-                self.steps_done = step if name.drops is None else self.steps_done
-                return read_ledger_footer(self._store, name)
+        drops, whole = LedgerName(self._attempt, step, self._drops), LedgerName(self._attempt, step)
+        done = self._store.exists(layout.ledger(whole))
+        if self._store.exists(layout.ledger(drops)):
+            self._drops += 1
+            return self._apply(drops)
+        if done:
+            self._drops, self.steps_done = 0, step
+            return self._apply(whole)
         return None
 
-    def _apply(self, name: LedgerName) -> None:
+    def _apply(self, name: LedgerName) -> LedgerFooter:
         key = layout.ledger(name)
         rows, _ = schema.decode(self._store.get(key), ["ordinal", "state", "reason"], name=key)
         ordinals = rows.column("ordinal").to_pylist()
@@ -75,18 +95,27 @@ class Leasing:
             dropped.column("ordinal").to_pylist(), dropped.column("reason").to_pylist(), strict=True
         ):
             self.frontier.dropped([ordinal], reason)
+        return read_ledger_footer(self._store, name)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the run, as things stand."""
+        return self._window.last_step(done=self.steps_done, settled=self.frontier.counts().settled)
 
     def next_lease(self, size: int) -> LeaseRecord | None:
-        """Write the record of the next lease, as large as `size` or the room; None while the window has no room."""
+        """Write the record of the next lease, as large as `size` or the room; None while there is no room."""
         if self.live is None:
             return None
-        counts = self.frontier.counts()
-        room = self._window.capacity(
-            live_version=self.live.version, steps_done=self.steps_done, open_ordinals=counts.in_flight + counts.buffered
-        )
-        if room < 1:
+        room = self._room(self.live.version)
+        if room is None:
             return None
-        ordinals = tuple(self.frontier.lease(min(size, room)))
+        target_step, count = room
+        ordinals = self._choose(min(size, count))
+        if not ordinals:
+            return None
+        if target_step is not None:
+            for ordinal in ordinals:
+                self.frontier.set_target_step(ordinal, target_step)
         failures = self.frontier.failure_counts
         record = LeaseRecord(
             attempt=self._attempt,
@@ -94,11 +123,38 @@ class Leasing:
             ordinals=ordinals,
             dispatched_at=time.time(),
             stamp=str(Stamp(self._attempt, self.live.version)),
+            target_step=target_step,
             failure_counts={ordinal: failures[ordinal] for ordinal in ordinals if ordinal in failures},
         )
         write_lease(self._store, record)
         self._next_lease += 1
         return record
+
+    def _room(self, live_version: int) -> tuple[int | None, int] | None:
+        """The target step of the next lease (None unless ordinals are bound to steps) and how many ordinals it takes."""
+        counts, window = self.frontier.counts(), self._window
+        if window.sampler == "in_order":
+            bound = self.frontier.open_by_target()
+            return next(
+                window.shortfalls(live_version=live_version, done=self.steps_done, settled=counts.settled, bound=bound),
+                None,
+            )
+        opened = counts.in_flight + counts.buffered
+        capacity = window.capacity(
+            live_version=live_version, done=self.steps_done, settled=counts.settled, open_ordinals=opened
+        )
+        count = min(capacity, self._supply.limit - opened)
+        return (None, count) if count > 0 else None
+
+    def _choose(self, count: int) -> tuple[int, ...]:
+        """Put up to `count` ordinals in flight: while there are suspects, some of them and nothing beside them."""
+        returned = frozenset(self.frontier.members(OrdinalState.RETURNED))
+        in_flight = frozenset(self.frontier.members(OrdinalState.IN_FLIGHT))
+        tried = self._suspects.next(returned=returned, in_flight=in_flight, count=count)
+        if tried is None:
+            return tuple(self.frontier.lease(count))
+        self.frontier.leased(tried)
+        return tried
 
     @property
     def leased(self) -> bool:
@@ -111,8 +167,8 @@ class Leasing:
             [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
         )
 
-    def failed(self, ordinals: tuple[int, ...]) -> None:
-        """A sealed lease gave these back without a group: each has failed once more."""
-        for ordinal in ordinals:
+    def gave_back(self, ordinals: tuple[int, ...], *, failed: bool) -> None:
+        """A sealed lease gave these back without a group. `failed`: each of them has failed once more."""
+        for ordinal in ordinals if failed else ():
             self.frontier.set_failure_count(ordinal, self.frontier.failure_counts.get(ordinal, 0) + 1)
         self.frontier.returned(ordinals)

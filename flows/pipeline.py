@@ -9,21 +9,23 @@ for whatever reason ends every child process. It keeps no state that the store d
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flows.assets import Materialisation, record_origin, record_progress
 from flows.control import Control, Dispatched, Stopped
-from flows.dispatch import Dispatcher, RunFailed
+from flows.dispatch import Dispatcher
 from flows.engines import Engines
 from flows.evaluate import Evaluation, evaluate
+from flows.inquest import hold_inquest
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
 from flows.supervise import Child, ChildFailed
-from flows.trainer import start_trainer, trainer_failure
+from flows.trainer import gave_up, start_trainer, trainer_failure
 from grpo_core.prompts import PromptStream
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.group import Generator
@@ -33,11 +35,15 @@ from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.attempts import AttemptClaim, Fence
 from storage.checkpoints import Manifest
-from storage.errors import ObjectMissing
+from storage.errors import ObjectMissing, StorageError
 from storage.trajectories import TrajectoryStore
 
 # A trainer that dies twice within this time has a fault that a third start would only repeat.
 PATIENCE_SECONDS = 600.0
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message names the culprit."""
 
 
 @dataclass(slots=True)
@@ -114,13 +120,22 @@ class Pipeline:
             if status != 0:
                 # A trainer that a newer attempt fenced died as it should; another one would fence that attempt.
                 attempt.fence.check()
-                raise trainer_failure(attempt.trainer, self._logs)
-            if attempt.leasing.steps_done < self._run.steps:
+                failure = trainer_failure(attempt.trainer, self._logs)
+                raise RunFailed(str(failure)) if gave_up(self._logs) else failure
+            if attempt.leasing.steps_done < attempt.leasing.last_step:
                 raise Stopped("cancel", attempt.leasing.steps_done)
             self._last_evaluation(attempt)
         finally:
             attempt.dispatcher.stop.set()
             attempt.trainer.stop()
+            self._note_end(attempt)
+
+    def _note_end(self, attempt: Attempt) -> None:
+        """Leave word that we did not die, so that nobody is suspected of having killed us."""
+        try:
+            self._write_progress(attempt, {"ended": True})
+        except StorageError as error:
+            self._control.warn(f"the end of attempt {attempt.claim.attempt} could not be recorded: {error}")
 
     def _begin(self, policy: Path, after: int) -> Attempt:
         """Claim the attempt and start its trainer."""
@@ -129,6 +144,7 @@ class Pipeline:
         claim = claim_attempt(self._run, parent, after=after)
         fence = Fence(store, claim.attempt)
         leasing = Leasing(store, claim.attempt, self._run.window, parent, keep_buffered=keep)
+        leasing.heed(hold_inquest(store, claim.attempt - 1, lives=self._config.generation.max_rollout_attempts))
         trajectories = TrajectoryStore(
             store, claim.attempt, fence=fence.check, metadata={"run_id": self._config.run_id}
         )
@@ -199,7 +215,7 @@ class Pipeline:
         return due and self._evaluating(attempt, 0)
 
     def _last_evaluation(self, attempt: Attempt) -> None:
-        version = self._run.steps // self._config.refit.every_steps
+        version = attempt.leasing.steps_done // self._config.refit.every_steps
         while self._config.evaluation.at_end and self._evaluating(attempt, version):
             self._tend(attempt)
             self._show(attempt, f"evaluating version {version}")
@@ -233,15 +249,15 @@ class Pipeline:
         progress = self._progress(attempt, phase, moment)
         if attempt is not None:
             attempt.fence.check()
-            record = {
-                "at": time.time(),
-                "pid": os.getpid(),
-                "phase": phase,
-                "step": progress.step,
-                "tokens_per_second": progress.tokens_per_second,
-            }
-            self._run.store.put(layout.progress(attempt.claim.attempt, "flow"), json.dumps(record).encode())
+            self._write_progress(
+                attempt,
+                {"phase": phase, "step": progress.step, "tokens_per_second": progress.tokens_per_second},
+            )
         self._control.show(progress)
+
+    def _write_progress(self, attempt: Attempt, fields: Mapping[str, Any]) -> None:
+        record = {"at": time.time(), "pid": os.getpid(), **fields}
+        self._run.store.put(layout.progress(attempt.claim.attempt, "flow"), json.dumps(record).encode())
 
     def _progress(self, attempt: Attempt | None, phase: str, moment: float) -> Progress:
         leasing = attempt.leasing if attempt is not None else None
@@ -249,13 +265,14 @@ class Pipeline:
         newest = leasing.newest if leasing is not None else None
         totals = newest.totals if newest is not None else None
         step = leasing.steps_done if leasing is not None else 0
+        steps = leasing.last_step if leasing is not None else self._run.window.last_step()
         pace = self._meter.seconds_per_step(moment)
         return Progress(
             run_id=self._config.run_id,
             phase=phase,
             attempt=attempt.claim.attempt if attempt is not None else 0,
             step=step,
-            steps=self._run.steps,
+            steps=steps,
             version=leasing.live.version if leasing is not None and leasing.live is not None else 0,
             reward=totals.reward_last if totals is not None else None,
             lag_mean=(totals.lag_mean or 0.0) if totals is not None else 0.0,
@@ -265,7 +282,7 @@ class Pipeline:
             engine_utilisation=self._meter.engine_utilisation(moment),
             in_flight=counts.in_flight if counts is not None else 0,
             buffered=counts.buffered if counts is not None else 0,
-            eta_seconds=None if pace is None else pace * (self._run.steps - step),
+            eta_seconds=None if pace is None else pace * (steps - step),
             elapsed_seconds=moment - self._began,
             metrics=self._history[-1] if self._history else {},
             history=tuple(self._history[-50:]),

@@ -17,11 +17,12 @@ import psutil
 from grpo_core import recipe
 from grpo_core.config import RunConfig
 from grpo_core.prompts import Splits
-from grpo_core.schedule.window import Window, last_step
+from grpo_core.schedule.window import Window
 from storage import layout
 from storage.attempts import AttemptClaim, claim_next, living_chain, newest
 from storage.checkpoints import CheckpointName, DamagedCheckpoint, Manifest, committed, newest_valid
 from storage.errors import ObjectMissing
+from storage.ledger import newest_footer
 from storage.objects import ObjectStore
 from storage.records import read_record, write_record
 
@@ -42,11 +43,7 @@ class Run:
     store: ObjectStore
     splits: Splits
     changes: dict[str, Any]
-    steps: int
-
-    @property
-    def window(self) -> Window:
-        return Window.of(self.config.grpo, self.config.refit, steps=self.steps)
+    window: Window
 
 
 def open_store(config: RunConfig) -> ObjectStore:
@@ -60,8 +57,8 @@ def open_run(
     config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer_digest: str, canary: Sequence[int]
 ) -> Run:
     """Record a new run, or check that this call may continue the recorded one. Raise RunRefused."""
-    steps = last_step(config.grpo, prompts=len(splits.train))
-    if steps < 1:
+    window = Window.of(config.grpo, config.refit, prompts=len(splits.train))
+    if window.last_step() < 1:
         raise RunRefused(
             f"{config.grpo.max_num_epochs} epochs of {len(splits.train)} prompts do not fill one step of "
             f"grpo.num_prompts_per_step={config.grpo.num_prompts_per_step}; lower it or raise grpo.max_num_epochs"
@@ -76,7 +73,7 @@ def open_run(
             "canary": list(canary),
         }
         write_record(store, layout.run(), fields)
-        return Run(config, store, splits, {}, steps)
+        return Run(config, store, splits, {}, window)
     recorded = read_record(store, layout.run())
     if recorded["format"] != FORMAT:
         raise RunRefused(
@@ -95,7 +92,7 @@ def open_run(
                 f"run {config.run_id} in {store.url} was made with another {name}; bring the old one back, or choose another --run-id"
             )
     new = recipe.leaves(config)
-    return Run(config, store, splits, {key: new.get(key) for key in keys}, steps)
+    return Run(config, store, splits, {key: new.get(key) for key in keys}, window)
 
 
 def newest_checkpoint(run: Run, warn: Callable[[str], None]) -> Manifest | None:
@@ -117,18 +114,20 @@ def finished_run(config: RunConfig, store: ObjectStore) -> int | None:
         for key in recipe.changed_keys(recipe.parse(recorded["config"], where=f"run.json of {store.url}"), config)
     ):
         return None
-    steps = last_step(config.grpo, prompts=recorded["prompts"])
-    return steps if is_finished(config, store, steps) else None
+    return finished_at(config, store, Window.of(config.grpo, config.refit, prompts=recorded["prompts"]))
 
 
-def is_finished(config: RunConfig, store: ObjectStore, steps: int) -> bool:
-    """Whether the newest checkpoint is that of the last step and, if one was asked for, the last evaluation is there."""
-    names = committed(store)
-    if not names or names[-1].step < steps:
-        return False
-    return not config.evaluation.at_end or has_evaluation(
-        store, steps // config.refit.every_steps, config.refit.every_steps
-    )
+def finished_at(config: RunConfig, store: ObjectStore, window: Window) -> int | None:
+    """The last step of a run whose checkpoint and, if one was asked for, evaluation are there; None if it goes on."""
+    names, newest_decision = committed(store), newest_footer(store)
+    if not names or newest_decision is None:
+        return None
+    step = newest_decision.step_done
+    if names[-1].step < step or step < window.last_step(done=step, settled=newest_decision.totals.settled):
+        return None
+    every = window.every_steps
+    evaluated = not config.evaluation.at_end or has_evaluation(store, step // every, every)
+    return step if evaluated else None
 
 
 def has_evaluation(store: ObjectStore, version: int, every_steps: int) -> bool:

@@ -11,6 +11,8 @@ from flows.supervise import Child, ChildFailed, Command
 # With the engines' own grace after it, the whole run is gone within fifteen seconds; a trainer in the middle of a
 # longer step loses that step, which the next attempt repeats.
 GRACE_SECONDS = 8.0
+# What the trainer says of a run that cannot go on, whoever tries.
+FINAL = ("NothingAdmissible", "SequenceTooLong")
 
 
 def start_trainer(run: Run, attempt: int, policy: Path, logs: Path) -> Child:
@@ -51,6 +53,12 @@ def trainer_failure(trainer: Child, logs: Path) -> ChildFailed:
     if words.exists():
         return ChildFailed(f"the trainer failed: {words.read_text(encoding='utf-8')}; see {trainer.command.log}")
     return trainer.failure()
+
+
+def gave_up(logs: Path) -> bool:
+    """Whether the trainer ended for a reason that another attempt would only meet again."""
+    words = failure_file(logs)
+    return words.exists() and words.read_text(encoding="utf-8").split(":")[0] in FINAL
 
 
 def failure_file(logs: Path) -> Path:

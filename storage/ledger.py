@@ -71,6 +71,11 @@ class Totals:
             lag_tokens=lags,
         )
 
+    @property
+    def settled(self) -> int:
+        """Ordinals in a terminal state."""
+        return self.trained + sum(self.dropped.values())
+
     def lag(self, quantile: float) -> int | None:
         """The lowest lag that at least this share of the trained tokens does not exceed; None before any."""
         wanted = quantile * sum(self.lag_tokens.values())
@@ -95,6 +100,11 @@ class LedgerFooter:
     writer: str
     totals: Totals
     metrics: Mapping[str, float | None]
+
+    @property
+    def step_done(self) -> int:
+        """The step that the run had finished when this was written."""
+        return self.name.step if self.name.drops is None else self.name.step - 1
 
 
 class LedgerWriter:

@@ -87,7 +87,7 @@ def _content(store: ObjectStore) -> dict[str, Any]:
     restarts = [link.last_step for link in chain if link.last_step is not None]
     return {
         "run": status(store),
-        "steps": run.steps,
+        "steps": run.window.last_step(),
         "attempts": [read_attempt(store, number) for number in attempt_numbers(store)],
         "evaluations": evaluation_table(scores),
         "charts": step_charts(points, scores, restarts, every) + lag_chart(totals),

@@ -16,7 +16,7 @@ from flows.run import RunRefused
 from grpo_core import recipe
 from grpo_core.config import RunConfig
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
-from grpo_core.schedule.window import Window, last_step
+from grpo_core.schedule.window import Window
 from storage import layout, schema
 from storage.attempts import AttemptClaim, newest
 from storage.checkpoints import Manifest, read_manifest
@@ -38,15 +38,11 @@ Order = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run as its store describes it: the config its newest attempt runs with, its last step, and that attempt."""
+    """A run as its store describes it: the config its newest attempt runs with, its window, and that attempt."""
 
     config: RunConfig
-    steps: int
+    window: Window
     claim: AttemptClaim | None
-
-    @property
-    def window(self) -> Window:
-        return Window.of(self.config.grpo, self.config.refit, steps=self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,7 @@ def recorded_run(store: ObjectStore) -> RecordedRun:
     config = recipe.with_changes(
         recipe.parse(fields["config"], where=f"run.json of {store.url}"), claim.config_changes if claim else {}
     )
-    return RecordedRun(config, last_step(config.grpo, prompts=fields["prompts"]), claim)
+    return RecordedRun(config, Window.of(config.grpo, config.refit, prompts=fields["prompts"]), claim)
 
 
 def standing(store: ObjectStore, run: RecordedRun) -> Standing:

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from flows.live import clock
-from flows.run import RunRefused, check_owner, is_finished
+from flows.run import RunRefused, check_owner, finished_at
 from flows.views.series import step_points
 from flows.views.standing import RecordedRun, recorded_run, standing
 from flows.views.terminal import figure, plain
@@ -43,7 +43,7 @@ def status(store: ObjectStore) -> dict[str, Any]:
     counts = place.frontier.counts()
     state = run_state(store, run)
     tokens_per_second, seconds_per_step = _pace(store, run, None if step is None else step.name)
-    eta = None if seconds_per_step is None or state != "running" else seconds_per_step * (run.steps - done)
+    eta = None if seconds_per_step is None or state != "running" else seconds_per_step * (run.window.last_step(done=done, settled=totals.settled) - done)
     return {
         "run_id": run.config.run_id,
         "state": state,
@@ -73,7 +73,7 @@ def run_state(store: ObjectStore, run: RecordedRun) -> State:
     """`new` until an attempt is claimed; `running` while the owner shows signs of life."""
     if run.claim is None:
         return "new"
-    if is_finished(run.config, store, run.steps):
+    if finished_at(run.config, store, run.window) is not None:
         return "finished"
     return "running" if _owner_lives(store, run.claim) else "stopped"
 

@@ -206,11 +206,19 @@ class AsyncGRPOConfig(Section):
     max_trajectory_age_steps: int = Field(
         2, ge=0, le=1024, description="The window: highest lag of a trained token. 0 is synchronous GRPO"
     )
-    stale_policy: Literal["mask", "drop"] = Field(
-        "mask", description="A group with tokens beyond the window: mask those tokens, or return the group"
+    sampler: Literal["windowed", "in_order", "freshest"] = Field(
+        "windowed",
+        description="Groups a step trains: the oldest admissible ones, those leased for this very step, or the freshest ones",
+    )
+    stale_policy: Literal["mask", "drop", "wait"] = Field(
+        "mask",
+        description="A group with tokens beyond the window: mask those tokens, return the group, or wait for open leases before they get there",
     )
     max_generation_failures: int = Field(
         3, ge=0, description="Consecutive failed groups tolerated; 0: the first is fatal"
+    )
+    max_batches_without_group: PositiveInt = Field(
+        10, description="Batches of groups in a row of which none can be trained, before the run stops with the cause"
     )
     in_flight_weight_updates: bool = Field(
         True, description="Running requests are kept across a refit; otherwise they are drained first"
@@ -218,6 +226,14 @@ class AsyncGRPOConfig(Section):
     recompute_kv_cache_after_weight_updates: bool = Field(
         True, description="Kept requests recompute keys and values under the new weights, which is exact"
     )
+
+    @model_validator(mode="after")
+    def _waits_for_the_oldest(self) -> AsyncGRPOConfig:
+        if self.sampler == "freshest" and self.stale_policy == "wait":
+            raise ValueError(
+                "stale_policy=wait holds a step back for the oldest groups, which sampler=freshest trains last; set one of the two another way"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kept_requests_recompute(self) -> AsyncGRPOConfig:
@@ -237,6 +253,12 @@ class GRPOConfig(Section):
     max_num_steps: PositiveInt = Field(100, description="Optimizer steps of the run")
     max_num_epochs: PositiveInt | None = Field(
         None, description="Stop after this many passes over the data, if that comes first"
+    )
+    use_dynamic_sampling: bool = Field(
+        False, description="Drop groups whose rewards are all equal and generate others in their place"
+    )
+    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+        10, description="Batches of equal groups that one step may have replaced; beyond them it trains what comes"
     )
     advantage_baseline: Literal["mean", "leave_one_out", "none"] = Field(
         "mean", description="What is subtracted from a reward: the mean of its group, of the others in it, or nothing"

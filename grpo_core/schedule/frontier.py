@@ -22,6 +22,7 @@ every operation cost in proportion to the ordinals that are open, whatever the l
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -56,9 +57,14 @@ class Counts:
     returned: int
 
     @property
+    def settled(self) -> int:
+        """Ordinals in a terminal state."""
+        return self.trained + sum(self.dropped.values())
+
+    @property
     def leased(self) -> int:
         """Ordinals that have been leased at least once: the sum over all states (DESIGN §4, conservation)."""
-        return self.trained + sum(self.dropped.values()) + self.buffered + self.in_flight + self.returned
+        return self.settled + self.buffered + self.in_flight + self.returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,10 @@ class Frontier:
         """The ordinals in `state`, ascending, from the frontier up to next_ordinal."""
         return sorted(self._members.get(state, ()))
 
+    def unfinished(self) -> list[int]:
+        """Ordinals that were leased and have not come to their end, ascending."""
+        return sorted(ordinal for state in _OPEN for ordinal in self._members[state])
+
     def counts(self) -> Counts:
         """Totals over the whole run."""
         terminal = self._frontier + sum(
@@ -193,6 +203,11 @@ class Frontier:
             in_flight=len(self._members[OrdinalState.IN_FLIGHT]),
             returned=len(self._members[OrdinalState.RETURNED]),
         )
+
+    def open_by_target(self) -> dict[int, int]:
+        """How many ordinals in flight or buffered are bound to each target step."""
+        bound = self._members[OrdinalState.IN_FLIGHT] | self._members[OrdinalState.BUFFERED]
+        return Counter(step for ordinal, step in self._target_steps.items() if ordinal in bound)
 
     def lease(self, count: int) -> list[int]:
         """Put the next `count` ordinals in flight and return them: returned ones first, ascending, then new ones."""

@@ -1,4 +1,4 @@
-"""How far generation may run ahead, and which groups a step trains.
+"""How far generation may run ahead of training.
 
 Lag is a choice, made here (Little's law: mean lag = rollouts in flight and queued ÷ rollouts per step). Steps are
 numbered from 1; step s trains with version (s − 1) // every_steps and, when a refit is due after it, makes the next.
@@ -6,39 +6,51 @@ numbered from 1; step s trains with version (s − 1) // every_steps and, when a
 Invariants:
   * capacity: an ordinal is leased only if some step within the window of the live version, and within the run, has
     room for its group; so nothing is generated that cannot be trained;
-  * bound: no token older than `training version − max_age` is admitted; lag is taken from the engine's own spans and
-    is never negative;
-  * whole groups, oldest first: a step trains the admissible groups with the oldest weights, then the lowest ordinal.
+  * bound: the oldest version that a step may train on is `training version − max_age`;
+  * the end: a run ends with `max_num_steps`, or with the last whole step that its data still fill. Ordinals dropped on
+    the way are not replaced beyond the data, so each drop can bring that end nearer, and never moves it away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from grpo_core.config import GRPOConfig, RefitConfig
 
+Sampler = Literal["windowed", "in_order", "freshest"]
+StalePolicy = Literal["mask", "drop", "wait"]
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The settings of the schedule; `steps` is the number of the run's last step."""
+    """The settings of the schedule. `steps`: the most that the run makes; `ordinals`: how many its data have, None
+    while they have no known end; `refills`: useless groups that one step may have replaced."""
 
     prompts_per_step: int
     max_age: int
     every_steps: int
     steps: int
-    stale_policy: Literal["mask", "drop"]
+    ordinals: int | None = None
+    sampler: Sampler = "windowed"
+    stale_policy: StalePolicy = "mask"
+    refills: int = 0
 
     @classmethod
-    def of(cls, grpo: GRPOConfig, refit: RefitConfig, *, steps: int) -> Window:
-        """The window of a run config that ends with step `steps`."""
+    def of(cls, grpo: GRPOConfig, refit: RefitConfig, *, prompts: int | None) -> Window:
+        """The window of a run over a dataset of `prompts`; None for a stream whose end is not known."""
+        asynchronous, epochs = grpo.async_grpo, grpo.max_num_epochs
+        batches = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 0
         return cls(
             prompts_per_step=grpo.num_prompts_per_step,
-            max_age=grpo.async_grpo.max_trajectory_age_steps,
+            max_age=asynchronous.max_trajectory_age_steps,
             every_steps=refit.every_steps,
-            steps=steps,
-            stale_policy=grpo.async_grpo.stale_policy,
+            steps=grpo.max_num_steps,
+            ordinals=None if prompts is None or epochs is None else epochs * prompts,
+            sampler=asynchronous.sampler,
+            stale_policy=asynchronous.stale_policy,
+            refills=batches * grpo.num_prompts_per_step,
         )
 
     def training_version(self, step: int) -> int:
@@ -53,58 +65,42 @@ class Window:
         """The oldest version whose tokens step `step` may train on."""
         return max(0, self.training_version(step) - self.max_age)
 
-    def capacity(self, *, live_version: int, steps_done: int, open_ordinals: int) -> int:
-        """How many more ordinals may be leased.
+    def latest_step(self, version: int) -> int:
+        """The last step that may train tokens of this version."""
+        return (version + self.max_age + 1) * self.every_steps
+
+    def last_step(self, *, done: int = 0, settled: int = 0) -> int:
+        """The last step of the run, as it looks after `done` steps with `settled` ordinals trained or dropped."""
+        if self.ordinals is None:
+            return self.steps
+        return min(self.steps, done + max(0, self.ordinals - settled) // self.prompts_per_step)
+
+    @property
+    def most_open(self) -> int:
+        """The most ordinals that can be open at once: all that the steps of a whole window train."""
+        return (self.max_age + 1) * self.every_steps * self.prompts_per_step
+
+    def horizon(self, *, live_version: int, done: int, settled: int) -> int:
+        """The last step that may train what the live version generates."""
+        return min(self.last_step(done=done, settled=settled), self.latest_step(live_version))
+
+    def capacity(self, *, live_version: int, done: int, settled: int, open_ordinals: int) -> int:
+        """How many more ordinals may be leased after `done` steps.
 
         `live_version` is the one that the whole pool has; `open_ordinals` are leased and neither trained nor dropped.
         """
-        last_step = min(self.steps, (live_version + self.max_age + 1) * self.every_steps)
-        return max(0, (last_step - steps_done) * self.prompts_per_step - open_ordinals)
+        steps = self.horizon(live_version=live_version, done=done, settled=settled) - done
+        return max(0, steps * self.prompts_per_step - open_ordinals)
 
-    def admit(self, candidates: Iterable[Candidate], *, step: int) -> Admission:
-        """Sort out the buffered groups for step `step`: which it trains (none until it has enough), which go back."""
-        oldest = self.oldest_version(step)
-        admissible, returned, dropped = [], {}, {}
-        for candidate in candidates:
-            if candidate.failure is not None:
-                dropped[candidate.ordinal] = candidate.failure
-            elif candidate.foreign or candidate.newest_version > self.training_version(step):
-                returned[candidate.ordinal] = "foreign version"
-            elif candidate.newest_version < oldest or (
-                self.stale_policy == "drop" and candidate.oldest_version < oldest
-            ):
-                returned[candidate.ordinal] = "stale"
-            else:
-                admissible.append(candidate)
-        admissible.sort(key=lambda candidate: (candidate.oldest_version, candidate.ordinal))
-        enough = len(admissible) >= self.prompts_per_step
-        trained = tuple(candidate.ordinal for candidate in admissible[: self.prompts_per_step]) if enough else ()
-        return Admission(trained, returned, dropped)
+    def shortfalls(
+        self, *, live_version: int, done: int, settled: int, bound: Mapping[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """For `in_order`: each target step within reach that lacks groups, ascending, and how many it lacks.
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A buffered group as admission sees it. `failure`: why it can never be trained, or None; `foreign`: it has tokens
-    of weights that are not of the living history, so that their version number means nothing here."""
-
-    ordinal: int
-    oldest_version: int
-    newest_version: int
-    failure: str | None = None
-    foreign: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What step s does with the buffered groups; groups named nowhere stay buffered."""
-
-    trained: tuple[int, ...]
-    returned: dict[int, str]
-    dropped: dict[int, str]
-
-
-def last_step(grpo: GRPOConfig, *, prompts: int) -> int:
-    """The number of the run's last step. An incomplete last batch of the last epoch is not trained."""
-    if grpo.max_num_epochs is None:
-        return grpo.max_num_steps
-    return min(grpo.max_num_steps, grpo.max_num_epochs * prompts // grpo.num_prompts_per_step)
+        `bound` maps a target step to its open ordinals. So a run begins with max_age + 1 targets, each new version
+        brings one more, and a target of which a group was dropped or lost in a restart is filled up first.
+        """
+        for step in range(done + 1, self.horizon(live_version=live_version, done=done, settled=settled) + 1):
+            missing = self.prompts_per_step - bound.get(step, 0)
+            if missing > 0:
+                yield step, missing

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from grpo_core.schedule.window import Admission
+from grpo_core.schedule.admission import Admission
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import BufferedGroup
 from grpo_core.training.step import StepPlan, StepResult
@@ -49,6 +49,18 @@ class Decisions:
             for state, decided in (("dropped", self.dropped), ("returned", self.returned))
             for group, reason in decided
         ]
+
+
+def unfinished_rows(ordinals: Iterable[int], groups: Mapping[int, BufferedGroup], reason: str) -> list[dict[str, Any]]:
+    """Rows that drop these ordinals for `reason`, whether or not their groups have arrived."""
+    return [
+        {
+            **(_origin(groups[ordinal]) if ordinal in groups else {"ordinal": ordinal}),
+            "state": "dropped",
+            "reason": reason,
+        }
+        for ordinal in ordinals
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from grpo_core.objective.advantages import group_advantages
 from grpo_core.objective.losses import Denominators
 from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import RefitFailed, RefitResult
+from grpo_core.schedule.admission import Admission, Admissions
 from grpo_core.schedule.window import Window
-from grpo_core.training.accounts import Decisions, step_rows
+from grpo_core.training.accounts import Decisions, step_rows, unfinished_rows
 from grpo_core.training.feed import BufferedGroup, Feed
 from grpo_core.training.optimizer import learning_rate
 from grpo_core.training.packing import PackingError, Plan, pack
@@ -38,6 +39,7 @@ from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, read_pool_changes, write_refit
 
+END_OF_DATA = "end_of_data"
 # The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
 IDLE_SECONDS = 20.0
 
@@ -103,6 +105,8 @@ class Conductor:
         self._store = store
         self._attempt = attempt
         self._window = window
+        hopeless = config.grpo.async_grpo.max_batches_without_group * window.prompts_per_step
+        self._admissions = Admissions(window, hopeless)
         self._done = done
         self._feed = feed
         self._ledger = ledger
@@ -123,35 +127,38 @@ class Conductor:
     def commands(self) -> Commands:
         """The run, from the checkpoint it resumed from to its last step."""
         yield from self._refit(self._done)
-        while self._done < self._window.steps and not self._stopping():
+        while self._done < self._last_step() and not self._stopping():
             step = self._done + 1
-            waited = time.monotonic()
             groups = yield from self._admit(step)
             if not groups:
                 break
             plan = self._plan(step, groups)
-            self._metrics = {"wait_seconds": time.monotonic() - waited}
             result: StepResult = yield Step(plan)
             self._record(plan, groups, result)
             if self._window.refit_due(step):
                 yield from self._refit(step)
-            if step % self._config.checkpointing.save_period == 0 or step == self._window.steps:
+            if step % self._config.checkpointing.save_period == 0 or step == self._last_step():
                 yield from self._save()
+        if self._last_step() <= self._done < self._window.steps:
+            self._end_of_data()
         yield from self._save()
+
+    def _last_step(self) -> int:
+        """The last step that the run and its data allow, as things stand."""
+        return self._window.last_step(done=self._done, settled=self._feed.frontier.counts().settled)
 
     def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
         """Wait until step `step` has enough admissible groups; meanwhile decide about the others and serve late engines.
 
-        Empty when we were asked to stop.
+        Empty when we were asked to stop, or when what is left of the data does not fill the step.
         """
-        feed, progress, idle = self._feed, time.monotonic(), time.monotonic()
-        pending = Decisions()
+        feed, began, progress, idle = self._feed, time.monotonic(), time.monotonic(), time.monotonic()
+        pending, ready = Decisions(), -1
         while not self._stopping():
             if feed.poll():
                 progress = time.monotonic()
-            admission = self._window.admit(
-                (group.candidate(self._distrusted) for group in feed.groups.values()), step=step
-            )
+            admission = self._decide(step)
+            ready = admission.admissible if ready < 0 else ready
             pending = pending.with_admission(admission, feed.groups, at=time.monotonic())
             for ordinal in [*admission.returned, *admission.dropped]:
                 feed.groups.pop(ordinal)
@@ -159,7 +166,12 @@ class Conductor:
                 self._flush(step, pending)
                 pending = Decisions()
             if admission.trained:
+                self._metrics = {"wait_seconds": time.monotonic() - began, "ready_groups": float(ready)}
                 return [feed.groups.pop(ordinal) for ordinal in admission.trained]
+            if step > self._last_step():
+                if pending:
+                    self._flush(step, pending)
+                return []
             if self._joined() and self._may_join():
                 yield from self._refit(self._done)
             self._check_progress(step, progress)
@@ -169,6 +181,28 @@ class Conductor:
                 idle = time.monotonic()
             time.sleep(self._store.poll_seconds)
         return []
+
+    def _decide(self, step: int) -> Admission:
+        feed = self._feed
+        return self._admissions.decide(
+            feed.candidates(self._distrusted),
+            step=step,
+            in_flight=feed.in_flight,
+            bound=feed.frontier.open_by_target(),
+            last_step=self._last_step(),
+        )
+
+    def _end_of_data(self) -> None:
+        """What is left open does not fill another step: it ends here, in the ledger like everything else."""
+        frontier = self._feed.frontier
+        left = frontier.unfinished()
+        if not left:
+            return
+        rows = ledger_rows(unfinished_rows(left, self._feed.groups, END_OF_DATA))
+        self._totals = self._totals.add(rows)
+        self._ledger.write_drops(self._done + 1, rows, self._totals)
+        frontier.dropped(left, END_OF_DATA)
+        self._feed.groups.clear()
 
     def _check_progress(self, step: int, since: float) -> None:
         limit = self._config.training.step_timeout_seconds
@@ -220,7 +254,7 @@ class Conductor:
             denominators=Denominators(
                 float(sum(trained)), float(sequences), float(sequences * config.generation.max_completion_length)
             ),
-            learning_rate=learning_rate(step - 1, self._window.steps, config.optimizer),
+            learning_rate=learning_rate(step - 1, self._window.last_step(), config.optimizer),
         )
 
     def _record(self, plan: StepPlan, groups: Sequence[BufferedGroup], result: StepResult) -> None:

@@ -9,6 +9,7 @@ attempt of a span again: there, versions are those of one line of weights.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from grpo_core.rollout.group import OK
+from grpo_core.schedule.admission import Candidate
 from grpo_core.schedule.frontier import Frontier, OrdinalState
-from grpo_core.schedule.window import Candidate
 from grpo_core.training.batch import Row
 from grpo_core.training.step import FILLER, Place
-from grpo_core.trajectory import VersionSpan
+from grpo_core.trajectory import Stamp, VersionSpan
 from storage import layout
 from storage.attempts import Link
 from storage.layout import PartName
@@ -57,13 +58,26 @@ class BufferedGroup:
     foreign: bool
     engines: frozenset[str] = frozenset()
 
-    def candidate(self, distrusted: Mapping[str, int]) -> Candidate:
+    def candidate(self, distrusted: Mapping[str, int], *, target_step: int | None = None) -> Candidate:
         """As admission sees it. `distrusted`: engine → the version with which it failed its refit; whatever it
         sampled from there on may come from weights that are nobody's."""
         # One word for the ledger; the cause stays with the tombstone in its shard.
         failure = None if self.failure is None else GENERATION_FAILED
         doubtful = any(self.newest_version >= distrusted.get(engine, math.inf) for engine in self.engines)
-        return Candidate(self.ordinal, self.oldest_version, self.newest_version, failure, self.foreign or doubtful)
+        return Candidate(
+            self.ordinal,
+            self.oldest_version,
+            self.newest_version,
+            failure,
+            foreign=self.foreign or doubtful,
+            target_step=target_step,
+            zero_variance=self.zero_variance,
+        )
+
+    @property
+    def zero_variance(self) -> bool:
+        """Whether all rewards that could be given are equal, so that no advantage differs from zero."""
+        return len({reward for reward in self.rewards if not math.isnan(reward)}) == 1
 
     def places(self) -> list[Place]:
         key = layout.part(self.part.attempt, self.part.lease, self.part.part)
@@ -138,6 +152,20 @@ class Feed:
         self.groups: dict[int, BufferedGroup] = {}
         self._last_lease = -1
         self._open: dict[int, int] = {}  # lease → number of the next part to look for
+        self._coming: dict[int, tuple[int, int]] = {}  # open lease → its version at dispatch, ordinals in flight
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Ordinals in flight by the version they were dispatched with."""
+        counts: Counter[int] = Counter()
+        for version, count in self._coming.values():
+            counts[version] += count
+        return dict(counts)
+
+    def candidates(self, distrusted: Mapping[str, int]) -> list[Candidate]:
+        """The buffered groups as admission sees them."""
+        targets = self.frontier.target_steps
+        return [group.candidate(distrusted, target_step=targets.get(group.ordinal)) for group in self.groups.values()]
 
     def restore(self, pinned: Iterable[PartName], buffered: Iterable[int]) -> None:
         """Take up the buffered groups that the checkpoint relies on."""
@@ -156,7 +184,11 @@ class Feed:
             self.frontier.leased(record.ordinals)
             for ordinal, count in record.failure_counts.items():
                 self.frontier.set_failure_count(ordinal, count)
+            if record.target_step is not None:
+                for ordinal in record.ordinals:
+                    self.frontier.set_target_step(ordinal, record.target_step)
             self._open[record.lease] = 0
+            self._coming[record.lease] = (Stamp.parse(record.stamp).version, len(record.ordinals))
             self._last_lease = record.lease
         self._take_parts()
         return before != (self._last_lease, sum(self._open.values()), len(self._open))
@@ -173,9 +205,11 @@ class Feed:
         self._remember(footer.name, table, set(footer.ordinals))
         self.frontier.returned(footer.returned)
         if footer.last:
-            del self._open[footer.name.lease]
+            del self._open[footer.name.lease], self._coming[footer.name.lease]
         else:
+            version, count = self._coming[footer.name.lease]
             self._open[footer.name.lease] = footer.name.part + 1
+            self._coming[footer.name.lease] = (version, count - len(footer.ordinals))
 
     def _remember(self, name: PartName, table: pa.Table, ordinals: set[int]) -> None:
         rows = self.cache.add(layout.part(name.attempt, name.lease, name.part), table)

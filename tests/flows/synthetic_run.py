@@ -50,7 +50,7 @@ class SyntheticRun:
         }
         self.config = RunConfig.model_validate({"run_id": "synthetic", "grpo": grpo, **config})
         self.store = store
-        self.window = Window.of(self.config.grpo, self.config.refit, steps=steps)
+        self.window = Window.of(self.config.grpo, self.config.refit, prompts=1000)
         self.random = random.Random(0)
         self.clock = BEGAN
         write_record(

@@ -7,17 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.dispatch import Dispatcher, RunFailed
+from flows.dispatch import Dispatcher
 from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
 from grpo_core.config import RunConfig
+from grpo_core.rollout.pool import NoEngine
+from grpo_core.schedule.tolerance import TooManyFailures
 from grpo_core.schedule.window import Window
 from storage.leases import read_lease
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, write_refit
 from storage.trajectories import TrajectoryStore
 
-WINDOW = Window(prompts_per_step=4, max_age=0, every_steps=1, steps=5, stale_policy="mask")
+WINDOW = Window(prompts_per_step=4, max_age=0, every_steps=1, steps=5)
 
 
 class Control:
@@ -99,7 +101,7 @@ def test_failures_beside_a_good_group_are_not_in_a_row(store: ObjectStore) -> No
 def test_failures_in_a_row_end_the_run_with_their_cause(store: ObjectStore) -> None:
     dispatcher, control = make(store)
     control.end(0, failed=2)
-    with pytest.raises(RunFailed, match="2 groups failed in a row.*reward function raised"):
+    with pytest.raises(TooManyFailures, match="2 groups failed in a row.*reward function raised"):
         dispatcher.collect()
 
 
@@ -113,3 +115,20 @@ def test_a_stopped_attempt_seals_nothing(store: ObjectStore) -> None:
 
 def _fields(lease: object) -> dict[str, object]:
     return {name: getattr(lease, name) for name in ("job", "future", "expired", "deadline")}
+
+
+def test_an_outage_of_all_engines_is_not_held_against_the_prompts(store: ObjectStore) -> None:
+    dispatcher, control = make(store)
+    control.jobs[0][1].set_exception(NoEngine("no engine of the pool carried the newest version"))
+    dispatcher.collect()
+    dispatcher.dispatch()
+    again = read_lease(store, 1, 2)
+    assert again.ordinals == (0, 1) and again.failure_counts == {}
+
+
+def test_an_outage_that_goes_on_ends_the_run(store: ObjectStore) -> None:
+    dispatcher, control = make(store)
+    for _, future in control.jobs:
+        future.set_exception(NoEngine("no engine of the pool carried the newest version"))
+    with pytest.raises(TooManyFailures, match="first cause was: lease 0 failed .NoEngine: no engine of the pool"):
+        dispatcher.collect()

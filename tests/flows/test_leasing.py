@@ -1,17 +1,23 @@
 """The flow's side of the schedule follows the store and never runs ahead of the window."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.inquest import Inquest
 from flows.leasing import Leasing
+from grpo_core.schedule.frontier import Frontier, FrontierState
+from grpo_core.schedule.suspects import Suspects
 from grpo_core.schedule.window import Window
+from storage.checkpoints import Manifest
 from storage.leases import read_lease
 from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, write_refit
 
-WINDOW = Window(prompts_per_step=4, max_age=1, every_steps=1, steps=5, stale_policy="mask")
+WINDOW = Window(prompts_per_step=4, max_age=1, every_steps=1, steps=5)
 
 
 @pytest.fixture
@@ -23,7 +29,9 @@ def live(store: ObjectStore, version: int) -> None:
     write_refit(store, RefitRecord(1, version, version, ("engine-0",), {}, {}))
 
 
-def decide(store: ObjectStore, step: int, *, drops: bool = False, **states: list[int]) -> None:
+def decide(
+    store: ObjectStore, step: int, *, drops: bool = False, ready: int | None = None, **states: list[int]
+) -> None:
     """Ledger ordinals by state, as the trainer does."""
     rows = ledger_rows(
         {"ordinal": ordinal, "state": state, "reason": None if state == "trained" else "stale"}
@@ -34,7 +42,7 @@ def decide(store: ObjectStore, step: int, *, drops: bool = False, **states: list
     if drops:
         writer.write_drops(step, rows, Totals())
     else:
-        writer.write_step(step, rows, Totals(), {})
+        writer.write_step(step, rows, Totals(), {} if ready is None else {"ready_groups": float(ready)})
 
 
 def lease_all(leasing: Leasing, size: int = 2) -> list[tuple[int, ...]]:
@@ -95,6 +103,132 @@ def test_a_sealed_lease_gives_its_missing_ordinals_to_the_next(store: ObjectStor
     leasing.observe()
     lease_all(leasing)
     leasing.arrived((2,))
-    leasing.failed((3,))
+    leasing.gave_back((3,), failed=True)
     assert lease_all(leasing) == [(3,)]
     assert read_lease(store, 1, 4).failure_counts == {3: 1}
+
+
+def checkpoint(step: int, frontier: Frontier) -> Manifest:
+    return Manifest(1, step, step, {}, frontier.checkpoint().to_json(), 0.0)
+
+
+def test_a_group_that_could_not_be_tried_has_not_failed(store: ObjectStore) -> None:
+    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    live(store, 0)
+    leasing.observe()
+    lease_all(leasing)
+    leasing.gave_back((2, 3), failed=False)
+    assert lease_all(leasing) == [(2, 3)]
+    assert read_lease(store, 1, 4).failure_counts == {}
+
+
+def test_drops_that_appear_together_with_their_step_are_not_passed_over(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer writes drops and then the step while the flow looks for them, one after the other."""
+    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    live(store, 0)
+    leasing.observe()
+    lease_all(leasing)
+    exists, looked = store.exists, []
+
+    def meanwhile(key: str) -> bool:
+        found = exists(key)
+        if key.startswith("ledger/") and not looked:
+            decide(store, 1, drops=True, dropped=[6])
+            decide(store, 1, trained=[0, 1, 2, 3])
+        looked.append(key)
+        return found
+
+    monkeypatch.setattr(ObjectStore, "exists", lambda _, key: meanwhile(key))
+    leasing.observe()
+    leasing.observe()
+    counts = leasing.frontier.counts()
+    assert (counts.trained, counts.dropped) == (4, {"stale": 1})
+
+
+def test_what_lies_about_is_not_added_to(store: ObjectStore) -> None:
+    """Two steps' worth is open at first; a trainer that finds more than a step's and its reserve ready gets less."""
+    window = replace(WINDOW, max_age=3, steps=50)
+    leasing = Leasing(store, 1, window, None, keep_buffered=True)
+    opened = []
+    for step in range(12):
+        live(store, step)
+        leasing.observe()
+        lease_all(leasing)
+        counts = leasing.frontier.counts()
+        opened.append(counts.in_flight + counts.buffered)
+        decide(store, step + 1, trained=list(range(4 * step, 4 * step + 4)), ready=opened[-1] - 4)
+    assert opened[0] == 16
+    assert opened[-1] == 4 + 4 + 1
+
+
+def test_in_order_every_lease_is_bound_to_the_step_that_will_train_it(store: ObjectStore) -> None:
+    leasing = Leasing(store, 1, replace(WINDOW, sampler="in_order"), None, keep_buffered=True)
+    live(store, 0)
+    leasing.observe()
+    assert lease_all(leasing, size=3) == [(0, 1, 2), (3,), (4, 5, 6), (7,)]
+    assert [read_lease(store, 1, lease).target_step for lease in range(4)] == [1, 1, 2, 2]
+    decide(store, 1, drops=True, dropped=[5])
+    leasing.observe()
+    assert lease_all(leasing) == [(8,)]
+    assert read_lease(store, 1, 4).target_step == 2
+
+
+def test_in_order_targets_and_failures_survive_a_restart(store: ObjectStore) -> None:
+    """Of target 2 two groups are buffered, one was given back, one is new to it; target 3 has not begun."""
+    frontier = Frontier()
+    frontier.lease(8)
+    frontier.buffered([0, 1, 2, 3, 4, 5])
+    for ordinal in range(8):
+        frontier.set_target_step(ordinal, 1 + ordinal // 4)
+    frontier.trained([0, 1, 2, 3], 1)
+    frontier.set_failure_count(6, 2)
+    leasing = Leasing(store, 1, replace(WINDOW, sampler="in_order"), checkpoint(1, frontier), keep_buffered=True)
+    live(store, 1)
+    leasing.observe()
+    assert lease_all(leasing, size=4) == [(6, 7), (8, 9, 10, 11)]
+    assert [read_lease(store, 1, lease).target_step for lease in range(2)] == [2, 3]
+    assert read_lease(store, 1, 0).failure_counts == {6: 2}
+
+
+def test_suspects_are_tried_apart_before_anything_else(store: ObjectStore) -> None:
+    frontier = Frontier()
+    frontier.lease(6)
+    leasing = Leasing(store, 1, WINDOW, checkpoint(0, frontier), keep_buffered=True)
+    leasing.heed(Inquest({1: 3, 77: 1}, Suspects(frozenset({0, 1, 2, 3, 4}))))
+    live(store, 0)
+    leasing.observe()
+    assert lease_all(leasing) == [(0,)]
+    leasing.arrived((0,))
+    assert lease_all(leasing) == [(1,)]
+    assert read_lease(store, 1, 1).failure_counts == {1: 3}
+    for ordinal in (1, 2, 3):
+        leasing.arrived((ordinal,))
+        assert lease_all(leasing) == [(ordinal + 1,)]
+    leasing.arrived((4,))
+    assert lease_all(leasing) == [(5, 6), (7,)], "the last suspect is cleared"
+
+
+def test_the_checkpoint_that_was_resumed_from_bounds_the_end_of_the_data(store: ObjectStore) -> None:
+    frontier = Frontier()
+    frontier.lease(8)
+    frontier.buffered(range(8))
+    frontier.dropped([4], "generation_failed")
+    frontier.trained([0, 1, 2, 3], 1)
+    window = replace(WINDOW, ordinals=9)
+    leasing = Leasing(store, 1, window, checkpoint(1, frontier), keep_buffered=True)
+    assert leasing.last_step == 2
+    live(store, 1)
+    leasing.observe()
+    assert lease_all(leasing) == [(8,)]
+    decide(store, 2, drops=True, dropped=[8])
+    leasing.observe()
+    assert leasing.last_step == 1 == leasing.steps_done
+
+
+def test_a_frontier_state_of_a_checkpoint_is_read_back_as_it_was(store: ObjectStore) -> None:
+    frontier = Frontier()
+    frontier.lease(3)
+    state: dict[str, Any] = checkpoint(0, frontier).frontier  # type: ignore[assignment]
+    assert FrontierState.from_json(state) == frontier.checkpoint()

@@ -17,7 +17,9 @@ from grpo_core.prompts import Row, Splits
 from grpo_core.recipe import ConfigError
 from storage import layout
 from storage.attempts import claim_next
+from storage.checkpoints import Manifest, commit_manifest
 from storage.errors import Fenced
+from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.objects import ObjectStore
 from storage.records import read_record, write_record
 
@@ -45,7 +47,7 @@ def claim(store: ObjectStore, pid: int, started: float, host: str | None = None)
 def test_a_run_may_go_on_for_longer_and_elsewhere(store: ObjectStore) -> None:
     record(store, config(grpo={"max_num_steps": 10}))
     again = record(store, config(grpo={"max_num_steps": 20}, pool={"kind": "local", "engines": 2}))
-    assert again.steps == 20
+    assert again.window.last_step() == 20
     assert again.changes == {"grpo.max_num_steps": 20, "pool.engines": 2}
 
 
@@ -110,3 +112,30 @@ def test_an_attempt_that_somebody_else_claimed_meanwhile_is_not_fenced_unseen(st
     with pytest.raises(Fenced):
         claim_attempt(run, None, after=found)
     assert claim_attempt(run, None, after=1).attempt == 2
+
+
+def end_step(store: ObjectStore, step: int, *, trained: int, dropped: int, checkpoint: bool = True) -> None:
+    """Leave a run as its trainer does after `step`: what it dropped afterwards is ledgered under the next step."""
+    writer, none = LedgerWriter(store, 1), ledger_rows([])
+    writer.write_step(step, none, Totals(trained=trained), {})
+    if dropped:
+        writer.write_drops(step + 1, none, Totals(trained=trained, dropped={"end_of_data": dropped}))
+    if checkpoint:
+        commit_manifest(store, Manifest(1, step, step, {}, {}, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("step", "dropped", "checkpoint", "finished"),
+    [(10, 0, True, 10), (9, 0, True, None), (9, 4, True, 9), (8, 4, True, None), (10, 0, False, None)],
+    ids=["last step", "one to go", "data used up by drops", "data for one step more", "last step not saved"],
+)
+def test_a_run_is_finished_with_its_last_step_or_when_its_data_fill_no_other(
+    store: ObjectStore, step: int, dropped: int, checkpoint: bool, finished: int | None
+) -> None:
+    """40 prompts, once, in steps of four."""
+    grpo = {"num_prompts_per_step": 4, "max_num_epochs": 1}
+    settings = config(grpo=grpo, evaluation={"at_end": False})
+    record(store, settings)
+    claim(store, 1, 1.0)
+    end_step(store, step, trained=4 * step, dropped=dropped, checkpoint=checkpoint)
+    assert finished_run(settings, store) == finished

@@ -104,9 +104,16 @@ class Run:
         )
         return cls(store, claim.attempt, feed, trajectories)
 
-    def lease(self, *ordinals: int, failure_counts: dict[int, int] | None = None) -> int:
+    def lease(
+        self,
+        *ordinals: int,
+        failure_counts: dict[int, int] | None = None,
+        target_step: int | None = None,
+        version: int = 0,
+    ) -> int:
         number = self.leases
-        record = LeaseRecord(self.attempt, number, ordinals, 0.0, f"{self.attempt}.0", None, failure_counts or {})
+        stamp = f"{self.attempt}.{version}"
+        record = LeaseRecord(self.attempt, number, ordinals, 0.0, stamp, target_step, failure_counts or {})
         write_lease(self.store, record)
         self.leases += 1
         return number
@@ -121,9 +128,10 @@ class Run:
         self.parts[lease] = number + 1
         return PartName(self.attempt, lease, number)
 
-    def whole(self, *groups: list[dict[str, Any]]) -> PartName:
+    def whole(self, *groups: list[dict[str, Any]], target_step: int | None = None) -> PartName:
         """A lease of these groups that is finished."""
-        return self.arrive(self.lease(*(rows[0]["ordinal"] for rows in groups)), *groups, last=True)
+        ordinals = (rows[0]["ordinal"] for rows in groups)
+        return self.arrive(self.lease(*ordinals, target_step=target_step), *groups, last=True)
 
     def rows(self, ordinal: int) -> list[Row]:
         return self.feed.cache.rows(self.feed.groups[ordinal].places())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from grpo_core.objective.losses import Denominators
-from grpo_core.schedule.window import Admission
+from grpo_core.schedule.admission import Admission
 from grpo_core.training.accounts import Decisions, step_rows
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import BufferedGroup
@@ -63,9 +63,9 @@ def test_decisions_add_up_and_are_due_from_the_first_of_them() -> None:
     groups = {ordinal: group(ordinal) for ordinal in range(4)}
     none = Decisions()
     assert not none and not none.due(1e9, 0.0)
-    first = none.with_admission(Admission((), {1: "stale"}, {0: "failed"}), groups, at=10.0)
-    both = first.with_admission(Admission((), {}, {2: "failed", 3: "other"}), groups, at=50.0)
-    assert both.with_admission(Admission((), {}, {}), groups, at=99.0) == both
+    first = none.with_admission(Admission((), {1: "stale"}, {0: "failed"}, 0), groups, at=10.0)
+    both = first.with_admission(Admission((), {}, {2: "failed", 3: "other"}, 0), groups, at=50.0)
+    assert both.with_admission(Admission((), {}, {}, 0), groups, at=99.0) == both
     assert not both.due(11.9, 2.0) and both.due(12.0, 2.0)
     assert both.returned_ordinals() == [1]
     assert both.dropped_by_reason() == {"failed": [0, 2], "other": [3]}
@@ -78,6 +78,6 @@ def test_decisions_add_up_and_are_due_from_the_first_of_them() -> None:
 
 
 def test_time_does_not_run_while_nothing_is_decided() -> None:
-    still_none = Decisions().with_admission(Admission((), {}, {}), {}, at=1.0)
-    later = still_none.with_admission(Admission((), {}, {0: "failed"}), {0: group(0)}, at=100.0)
+    still_none = Decisions().with_admission(Admission((), {}, {}, 0), {}, at=1.0)
+    later = still_none.with_admission(Admission((), {}, {0: "failed"}, 0), {0: group(0)}, at=100.0)
     assert not later.due(101.0, 2.0)

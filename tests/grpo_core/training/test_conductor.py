@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flows.leasing import Leasing
 from grpo_core.recipe import parse
 from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import BrokenEngine, RefitFailed, RefitResult
+from grpo_core.schedule.admission import NothingAdmissible
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
 from grpo_core.schedule.window import Window
 from grpo_core.training import conductor as conductor_module
@@ -34,8 +36,8 @@ from storage import layout
 from storage.attempts import Fence
 from storage.errors import Fenced
 from storage.layout import PartName
-from storage.ledger import LedgerWriter, Totals, ledger_names, newest_footer, read_ledger
-from storage.pool import PoolChange, read_refit, write_pool_change
+from storage.ledger import LedgerWriter, Totals, ledger_names, newest_footer, read_ledger, read_ledger_footer
+from storage.pool import PoolChange, RefitRecord, read_refit, write_pool_change, write_refit
 from tests.grpo_core.training.parts import Run, group, tombstone
 
 
@@ -49,6 +51,7 @@ class Stage:
 
     run: Run
     steps: int = 2
+    ordinals: int | None = None
     ranks: int = 1
     done: int = 0
     changes: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +86,9 @@ class Stage:
             config=config,
             store=store,
             attempt=attempt,
-            window=Window.of(config.grpo, config.refit, steps=self.steps),
+            window=replace(
+                Window.of(config.grpo, config.refit, prompts=None), steps=self.steps, ordinals=self.ordinals
+            ),
             done=self.done,
             feed=self.run.feed,
             ledger=LedgerWriter(store, attempt, fence=fence),
@@ -525,3 +530,129 @@ def test_a_group_that_nobody_could_score_is_dropped_and_others_average_what_was_
     assert metrics["reward_mean"] == pytest.approx(4 / 3)
     assert metrics["zero_variance_share"] == 0.5
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def asynchronous(**settings: Any) -> dict[str, Any]:
+    return {"grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "async_grpo": settings}}
+
+
+def test_equal_rewards_are_dropped_and_replaced_before_the_step_when_asked_for(stage: Stage) -> None:
+    stage.changes = {"grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "use_dynamic_sampling": True}}
+    stage.steps = 1
+    stage.run.whole(group(0, rewards=(1.0, 1.0)), group(1), group(2, rewards=(0.5, 0.5)))
+
+    def waiting() -> None:
+        if 0 in stage.decided() and 3 not in stage.run.feed.groups:
+            stage.waiting = lambda: None
+            stage.run.whole(group(3))
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert stage.decided() == {
+        0: ("dropped", "zero_variance"),
+        2: ("dropped", "zero_variance"),
+        1: ("trained", None),
+        3: ("trained", None),
+    }
+
+
+def test_six_useless_groups_of_eight_free_their_capacity_while_the_step_waits_for_four(stage: Stage) -> None:
+    """The flow's side learns of the drops from the store alone, before the step could happen."""
+    stage.changes = {"grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2}}
+    stage.steps = 1
+    flow = Leasing(
+        stage.run.store, 1, Window(prompts_per_step=4, max_age=1, every_steps=1, steps=2), None, keep_buffered=True
+    )
+    write_refit(stage.run.store, RefitRecord(1, 0, 0, ("e0",), {}, {}))
+    flow.observe()
+    record = flow.next_lease(8)
+    assert record is not None and flow.next_lease(8) is None, "the window is full"
+    useless = [tombstone(ordinal) for ordinal in range(6)]
+    stage.run.parts[0] = 0
+    stage.run.arrive(0, *useless, group(6), group(7), last=True)
+
+    def waiting() -> None:
+        flow.observe()
+        more = flow.next_lease(8)
+        if more is not None:
+            stage.waiting = lambda: None
+            assert more.ordinals == tuple(range(8, 14))
+            stage.run.arrive(more.lease, *(group(ordinal) for ordinal in more.ordinals), last=True)
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert [row for row in stage.decided().values()].count(("trained", None)) == 4
+
+
+def test_batches_without_one_group_that_can_be_trained_end_the_run_with_their_cause(stage: Stage) -> None:
+    stage.changes = asynchronous(max_batches_without_group=2)
+    stage.run.whole(*(tombstone(ordinal, "RewardError: no such column") for ordinal in range(4)))
+    with pytest.raises(NothingAdmissible, match="4 groups in a row .*generation_failed"):
+        stage.conduct()
+
+
+def test_in_order_a_step_trains_the_groups_that_were_leased_for_it(stage: Stage) -> None:
+    stage.changes = asynchronous(sampler="in_order")
+    stage.run.whole(group(0), group(1), target_step=2)
+    stage.run.whole(group(2), group(3), target_step=1)
+    stage.conduct()
+    steps = {row["ordinal"]: row["step"] for row in read_ledger(stage.run.store).to_pylist()}
+    assert steps == {0: 2, 1: 2, 2: 1, 3: 1}
+
+
+def test_a_step_waits_for_the_open_lease_that_it_would_leave_behind(stage: Stage) -> None:
+    stage.changes = asynchronous(max_trajectory_age_steps=1, stale_policy="wait")
+    stage.done, stage.steps = 1, 3
+    old = stage.run.lease(0, version=0)
+    stage.run.whole(group(1, versions=(1,)), group(2, versions=(1,)), group(3, versions=(1,)))
+    looks = []
+
+    def waiting() -> None:
+        looks.append(stage.kinds().count("Step"))
+        if len(looks) == 5:
+            stage.run.arrive(old, group(0, versions=(0,)), last=True)
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert looks[:5] == [0] * 5, "the step began although it would have left a lease behind"
+    assert {row["ordinal"]: row["step"] for row in read_ledger(stage.run.store).to_pylist()} == {0: 2, 1: 2, 2: 3, 3: 3}
+
+
+def test_a_lease_that_expires_is_waited_for_no_longer(stage: Stage) -> None:
+    stage.changes = asynchronous(max_trajectory_age_steps=1, stale_policy="wait")
+    stage.done, stage.steps = 1, 3
+    old = stage.run.lease(0, version=0)
+    stage.run.whole(*(group(ordinal, versions=(1,)) for ordinal in range(1, 5)))
+    looks = []
+
+    def waiting() -> None:
+        looks.append(stage.kinds().count("Step"))
+        if len(looks) == 5:
+            stage.run.trajectories.seal(old, [0])
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert looks[:5] == [0] * 5
+    assert stage.run.feed.frontier.members(OrdinalState.RETURNED) == [0]
+
+
+def test_what_is_left_of_the_data_ends_in_the_ledger_when_it_fills_no_step(stage: Stage) -> None:
+    """Six ordinals in steps of two: one fails, so the last step lacks a group and the other one is left over."""
+    stage.steps, stage.ordinals = 100, 6
+    stage.run.whole(group(0), group(1), group(2))
+    stage.run.whole(group(3), tombstone(4), group(5))
+    stage.conduct()
+    assert stage.kinds().count("Step") == 2
+    assert stage.decided()[4] == ("dropped", "generation_failed")
+    assert stage.decided()[5] == ("dropped", "end_of_data")
+    counts = stage.run.feed.frontier.counts()
+    assert (counts.trained, counts.buffered, counts.in_flight) == (4, 0, 0)
+    footer = newest_footer(stage.run.store)
+    assert footer is not None and footer.step_done == 2 and footer.totals.settled == 6
+
+
+def test_how_many_groups_lay_ready_is_told_with_each_step(stage: Stage) -> None:
+    stage.run.whole(*(group(ordinal) for ordinal in range(5)))
+    stage.conduct()
+    names = ledger_names(stage.run.store)
+    assert [read_ledger_footer(stage.run.store, name).metrics["ready_groups"] for name in names] == [5.0, 3.0]
