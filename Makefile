@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: setup quickstart test lint bench clean
+.PHONY: setup quickstart test lint bench torture clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,9 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest tests
+
+torture: setup
+	$(BIN)/python -m tests.torture
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import logprobs, packing, store
+from benchmarks import logprobs, packing, resume, scheduling, store
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -14,15 +14,17 @@ def main() -> None:
     """Measure everything and print the table."""
     RESULTS.mkdir(exist_ok=True)
     print(f"{'':60} {'ours':>10} {'plain':>10} {'ratio':>7}")
-    for name, measure in {"store": store.measure, "logprobs": logprobs.measure}.items():
+    measures = {"store": store.measure, "logprobs": logprobs.measure, "resume": resume.table}
+    for name, measure in measures.items():
         rows = measure()
         (RESULTS / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         for row in rows:
-            ratio = row["ours"] / row["theirs"]
+            ratio = row["ours"] / row["theirs"] if row["theirs"] else float("nan")
             print(f"{row['case']:60} {row['ours']:>10.3g} {row['theirs']:>10.3g} {ratio:>7.2f}  {row['unit']}")
     packed = packing.measure(8192, 8, 32768, repeats=5)
     (RESULTS / "packing.json").write_text(json.dumps(packed, indent=1) + "\n", encoding="utf-8")
     print("packing 8192 sequences: " + ", ".join(f"{key} {value}" for key, value in packed.items()))
+    scheduling.write(scheduling.measure(steps=200))
 
 
 if __name__ == "__main__":

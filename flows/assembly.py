@@ -4,7 +4,7 @@ Invariant: whatever goes wrong, every process started here has ended when `run_t
 refused is refused before anything is started.
 """
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from flows.engines import Engines
 from flows.evaluate import Evaluation, read_evaluations
 from flows.pipeline import Pipeline
 from flows.policy import PolicyPreparation
-from flows.run import check_owner, finished_at, open_run, open_store
-from grpo_core.config import RunConfig
-from grpo_core.prompts import load_splits
+from flows.run import Run, check_owner, finished_at, open_run, open_store
+from grpo_core.config import RunConfig, StreamData
+from grpo_core.prompts import Prompts, PromptStream, load_splits
 from grpo_core.refit.canary import canary_tokens
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import RewardWorkers
+from grpo_core.streaming import StreamedPrompts
 from storage.ledger import Totals, newest_footer
 from storage.objects import ObjectStore
 
@@ -59,8 +60,17 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
             return summarise(run.config, store)
         router = Pool()
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
-        Pipeline(run, chat, engines, router, rewards, control, logs).finish(policy.initial, after=newest)
+        prompts = stack.enter_context(prompt_stream(run))
+        Pipeline(run, prompts, chat, engines, router, rewards, control, logs).finish(policy.initial, after=newest)
     return summarise(run.config, store)
+
+
+def prompt_stream(run: Run) -> AbstractContextManager[Prompts]:
+    """The prompts of the run, as long as this context is open."""
+    data = run.config.data
+    if isinstance(data.source, StreamData):
+        return StreamedPrompts(run.store, data, data.source)
+    return nullcontext(PromptStream(run.splits.train, seed=data.seed, shuffle=data.shuffle))
 
 
 def summarise(config: RunConfig, store: ObjectStore) -> Summary:

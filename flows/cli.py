@@ -1,30 +1,30 @@
 """The command `forebay`. Every failure is one sentence on standard error and a non-zero exit status."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 
-from flows.assembly import Summary, log_directory, run_to_end, summarise
-from flows.control import LocalControl, Signals, Stopped
-from flows.dispatch import RunFailed
+from flows.assembly import Summary, summarise
+from flows.collection import collect_garbage, render_collection
 from flows.doctor import examine
-from flows.engines import PoolFailed, responds
-from flows.live import LiveView
-from flows.policy import PolicyFailed, PolicyPreparation
+from flows.engines import PoolFailed
+from flows.export import export_checkpoint, policy_of
+from flows.launch import train_locally, train_with_prefect
+from flows.pipeline import RunFailed
+from flows.policy import PolicyFailed
 from flows.run import RunRefused, finished_run, open_store
-from flows.server import DEFAULT_URL, DeployError, LocalServer, ServerFailed
-from flows.supervise import Child, ChildFailed, Command
+from flows.server import DeployError, ServerFailed
+from flows.supervise import ChildFailed
 from flows.views.history import json_lines, ledger_lines, render_ledger
+from flows.views.plan import measured_rates, render_plan
 from flows.views.standing import recorded_run
 from flows.views.status import render_status
 from flows.views.status import status as read_status
@@ -37,16 +37,14 @@ from grpo_core.recipe import ConfigError
 from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.group import RolloutFailed
 from grpo_core.rollout.rewards import RewardError
+from grpo_core.schedule.plan import plan as plan_run
+from grpo_core.schedule.rates import Given, rates_of
+from grpo_core.schedule.tolerance import TooManyFailures
 from storage import layout
-from storage.checkpoints import committed
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State
-
 QUICKSTART = Path("deployments/recipes/quickstart.yaml")
-EXPORT_SECONDS = 3600.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,7 +57,7 @@ console = Console()
 # What a person can do something about. Anything else is a fault of ours and keeps its traceback.
 EXPLAINED = (
     ConfigError, DataError, ChatError, RunRefused, RunFailed, PoolFailed, PolicyFailed, ServerFailed, DeployError, ChildFailed, RolloutFailed,
-    RewardError, StorageError,
+    RewardError, StorageError, TooManyFailures,
 )  # fmt: skip
 
 Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as deployments/recipes/quickstart.yaml")]
@@ -124,85 +122,7 @@ def read_recipe(
 def finished_summary(config: RunConfig) -> Summary | None:
     """The summary of a run that has nothing left to do; such a run starts no process at all."""
     store = open_store(config)
-    steps = finished_run(config, store)
-    return None if steps is None else summarise(config, store, steps)
-
-
-def train_locally(config: RunConfig, take_over: bool) -> Summary:
-    """The supervisor without a server."""
-    with Signals() as signals, LiveView() as view:
-        control = LocalControl(signals, show=view.show, say=view.say)
-        try:
-            return run_to_end(config, control, take_over=take_over)
-        except Stopped as stopped:
-            raise exit_stopped(stopped, signals.number) from stopped
-
-
-def train_with_prefect(config: RunConfig, take_over: bool) -> Summary:
-    """The flow, on the configured server or on one of our own."""
-    with Signals() as signals:
-        try:
-            with prefect_server(config, signals) as url:
-                print(f"Prefect: {url}", file=sys.stderr)
-                state = run_flow(config, take_over, signals)
-        except Stopped as stopped:
-            raise exit_stopped(stopped, signals.number) from stopped
-    if state.is_cancelled():
-        print(f"forebay: {state.message}", file=sys.stderr)
-        raise typer.Exit(128 + (signals.number or signal.SIGINT))
-    summary: Summary = state.result()
-    return summary
-
-
-def run_flow(config: RunConfig, take_over: bool, signals: Signals) -> "State[Any]":
-    """The state in which the flow ended. Raise Stopped when a signal came before it began."""
-    # Imported late: they read the settings that name the server.
-    from prefect.events.worker import EventsWorker
-    from prefect.exceptions import Pause, TerminationSignal
-    from prefect.logging.handlers import APILogWorker
-
-    from flows.train import COMMAND
-    from flows.train import train as flow
-
-    token = COMMAND.set(signals)
-    try:
-        return flow(config, take_over, return_state=True)
-    except TerminationSignal:
-        # While Prefect begins and ends a flow, SIGTERM is in its hands; it hands the signal on to ours.
-        raise Stopped("cancel", 0) from None
-    except Pause:
-        print("forebay: suspended; the same command continues the run", file=sys.stderr)
-        raise typer.Exit(0) from None
-    finally:
-        COMMAND.reset(token)
-        # What is still to be told must be told before the server goes; at exit it would be tried for a minute.
-        APILogWorker.drain_all(timeout=5)
-        EventsWorker.drain_all(timeout=5)
-
-
-@contextmanager
-def prefect_server(config: RunConfig, signals: Signals) -> Generator[str, None, None]:
-    """The configured server, or a local one that starts while version 0 is already being prepared. Raise Stopped."""
-    configured = os.environ.get("PREFECT_API_URL")
-    if configured is None and responds(f"{DEFAULT_URL}/api/health"):
-        # A second server would share the first one's database, which SQLite cannot serve to both.
-        configured = os.environ["PREFECT_API_URL"] = f"{DEFAULT_URL}/api"
-    if configured:
-        yield configured.removesuffix("/api")
-        return
-    logs = log_directory(config, open_store(config))
-    with LocalServer(logs / "prefect-server.log") as server:
-        control = LocalControl(signals, show=lambda progress: None, say=lambda message: print(message, file=sys.stderr))
-        with PolicyPreparation(config, logs, control):
-            server.wait(control.wish)
-            os.environ["PREFECT_API_URL"] = f"{server.url}/api"
-            yield server.url
-
-
-def exit_stopped(stopped: Stopped, number: int) -> typer.Exit:
-    """Exit status of a run that was asked to stop: 128 plus the signal."""
-    print(f"forebay: {stopped}", file=sys.stderr)
-    return typer.Exit(128 + (number or signal.SIGTERM))
+    return None if finished_run(config, store) is None else summarise(config, store)
 
 
 @app.command()
@@ -211,6 +131,36 @@ def validate(recipe_path: Recipe, overrides: Overrides = None) -> None:
     with explained():
         config = read_recipe(recipe_path, overrides)
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
+
+
+@app.command()
+def plan(
+    recipe_path: Recipe,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    measured: Annotated[str | None, typer.Option("--from", metavar="RUN", help="Take the speeds from this run")] = None,
+    root: Root = None,
+    storage_options: StorageOptions = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option("--tokens-per-second", min=0.001, help="What one full engine generates")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option("--step-seconds", min=0.001, help="What one optimizer step takes")
+    ] = None,
+    mean_length: Annotated[
+        float | None, typer.Option("--mean-length", min=1, help="Mean tokens of a completion")
+    ] = None,
+    sigma: Annotated[
+        float | None, typer.Option("--sigma", min=0, max=4, help="Spread of the logarithm of the lengths; 0: all equal")
+    ] = None,
+) -> None:
+    """How many engines and which window a recipe needs: utilisation, lag and waste to expect, from a simulation."""
+    with explained():
+        config = read_recipe(recipe_path, overrides)
+        given = Given(tokens_per_second, step_seconds, mean_length, sigma)
+        found_rates = None if measured is None else measured_rates(existing(measured, root, storage_options))
+        found = plan_run(config, rates_of(config, given, found_rates))
+        print(json.dumps(found.to_json())) if as_json else console.print(render_plan(found))
 
 
 @app.command()
@@ -270,6 +220,21 @@ def report(
 
 
 @app.command()
+def gc(
+    run_id: RunId,
+    root: Root = None,
+    storage_options: StorageOptions = None,
+    as_json: AsJson = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go")] = False,
+) -> None:
+    """Delete what retention no longer needs; never anything that a kept checkpoint or a living run relies on."""
+    with explained():
+        store = existing(run_id, root, storage_options)
+        found = collect_garbage(store, now=time.time(), dry_run=dry_run)
+        print(json.dumps(found.as_json())) if as_json else console.print(render_collection(found))
+
+
+@app.command()
 def export(
     run_id: RunId,
     output: Annotated[Path, typer.Option("-o", "--output", help="Directory to write")],
@@ -280,32 +245,7 @@ def export(
     """A checkpoint as a Hugging Face directory, loadable by transformers and servable by vLLM."""
     with explained():
         store = existing(run_id, root, storage_options)
-        recorded = recorded_run(store)
-        names = [name for name in committed(store) if step is None or name.step == step]
-        if not names:
-            steps = ", ".join(str(name.step) for name in committed(store)) or "none"
-            raise RunRefused(
-                f"run {run_id} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}"
-            )
-        options = parse_storage_options(storage_options) or recorded.config.storage.options
-        arguments = ["--root", store.url, "--storage-options", json.dumps(options)]
-        arguments += ["--storage-client", recorded.config.storage.client]
-        arguments += ["--attempt", str(names[-1].attempt), "--step", str(names[-1].step)]
-        arguments += ["--policy", str(policy_of(store, recorded.config)), "-o", str(output)]
-        log = log_directory(recorded.config, store) / "export.log"
-        python = str(recorded.config.training.python or sys.executable)
-        command = Command(
-            "export", [python, "-W", "ignore", "-m", "grpo_core.training.export", *arguments], os.environ, log
-        )
-        with Child(command) as child:
-            try:
-                status = child.wait(EXPORT_SECONDS)
-            except subprocess.TimeoutExpired as error:
-                raise ChildFailed(
-                    f"the export did not end within {EXPORT_SECONDS:g} s; its last lines, of {log}, are:\n{child.tail()}"
-                ) from error
-            if status != 0:
-                raise child.failure()
+        export_checkpoint(store, run_id, output, step, parse_storage_options(storage_options))
         print(output)
 
 
@@ -359,14 +299,6 @@ def parse_storage_options(text: str | None) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"--storage-options {text!r} is not a JSON object; give for example '{{\"anon\": true}}'")
     return options
-
-
-def policy_of(store: ObjectStore, config: RunConfig) -> Path:
-    """The directory of version 0, found in the cache or made again."""
-    with Signals() as signals:
-        control = LocalControl(signals, show=lambda progress: None, say=lambda message: print(message, file=sys.stderr))
-        with PolicyPreparation(config, log_directory(config, store), control) as policy:
-            return policy.skeleton()
 
 
 def chat_of(store: ObjectStore) -> Chat:

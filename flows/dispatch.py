@@ -15,7 +15,7 @@ from functools import partial
 from flows.control import Control, Dispatched
 from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
-from grpo_core.prompts import PromptStream
+from grpo_core.prompts import Prompts
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
 from grpo_core.schedule.tolerance import Tolerance
@@ -42,7 +42,7 @@ class Dispatcher:
     leasing: Leasing
     trajectories: TrajectoryStore
     generator: Generator
-    stream: PromptStream
+    stream: Prompts
     control: Control
     on_tokens: Callable[[int], None]
     stop: threading.Event = field(default_factory=threading.Event)

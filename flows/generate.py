@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from grpo_core.prompts import PromptStream
+from grpo_core.prompts import Prompts
 from grpo_core.rollout.group import FAILED, Generator
 from storage import schema
 from storage.leases import LeaseRecord
@@ -38,7 +38,7 @@ class LeaseJob:
 
     record: LeaseRecord
     generator: Generator
-    stream: PromptStream
+    stream: Prompts
     trajectories: TrajectoryStore
     stopped: Callable[[], bool]
     on_tokens: Callable[[int], None]

@@ -8,14 +8,16 @@ attempt that ended in good order, or whose flow went on to the next one, is no d
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from grpo_core.schedule.suspects import Suspects, judge
 from storage import layout
 from storage.attempts import AttemptClaim, read_attempt
 from storage.errors import ObjectMissing
+from storage.layout import PartName
 from storage.leases import LeaseRecord, newest_leases, read_lease
 from storage.objects import ObjectStore
 from storage.trajectories import PartFooter, TrajectoryStore
@@ -41,9 +43,10 @@ class Remains:
     in_flight: frozenset[int]
 
 
-def hold_inquest(store: ObjectStore, newest: int, *, lives: int) -> Inquest:
+def hold_inquest(store: ObjectStore, newest: int, *, lives: int, leasable: Callable[[int], bool]) -> Inquest:
     """Look at the attempts up to `newest`, before the next one begins. An ordinal that has cost `lives` lives of the
-    flow, alone at the last, counts as having failed that often."""
+    flow, alone at the last, counts as having failed that often. `leasable`: whether an ordinal is to be leased again;
+    others came to something, even if nothing is left of their lease."""
     claims = [read_attempt(store, number) for number in range(newest, max(0, newest - lives), -1)]
     failures: dict[int, int] = {}
     deaths: list[frozenset[int]] = []
@@ -54,7 +57,7 @@ def hold_inquest(store: ObjectStore, newest: int, *, lives: int) -> Inquest:
             failures[ordinal] = max(count, failures.get(ordinal, 0))
         in_a_row = in_a_row and _died(store, claim, later)
         if in_a_row:
-            deaths.append(remains.in_flight)
+            deaths.append(frozenset(ordinal for ordinal in remains.in_flight if leasable(ordinal)))
     verdict = judge(deaths, lives=lives)
     return Inquest(failures | dict.fromkeys(verdict.culprits, lives), verdict.suspects)
 
@@ -80,8 +83,16 @@ def _remains(store: ObjectStore, attempt: int) -> Remains:
             readers.map(lambda number: read_lease(store, attempt, number), newest_leases(store, attempt, LEASES))
         )
         parts = trajectories.open_parts(record.lease for record in records)
-        footers = list(readers.map(trajectories.read_footer, parts))
+        footers = [footer for footer in readers.map(partial(_footer, trajectories), parts) if footer is not None]
     return remains_of(records, footers)
+
+
+def _footer(trajectories: TrajectoryStore, part: PartName) -> PartFooter | None:
+    """None for a part that was collected between listing and reading: its ordinals had come to something."""
+    try:
+        return trajectories.read_footer(part)
+    except ObjectMissing:
+        return None
 
 
 def remains_of(records: list[LeaseRecord], footers: list[PartFooter]) -> Remains:

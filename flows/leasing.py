@@ -7,10 +7,12 @@ something.
 """
 
 import time
+from dataclasses import replace
 
 import pyarrow.compute as pc
 
 from flows.inquest import Inquest
+from grpo_core.prompts import Prompts
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
 from grpo_core.schedule.supply import Supply
 from grpo_core.schedule.suspects import Suspects
@@ -29,11 +31,19 @@ class Leasing:
     """The leases of one attempt. `live` is the newest version that the whole pool carries, None before the first."""
 
     def __init__(
-        self, store: ObjectStore, attempt: int, window: Window, parent: Manifest | None, *, keep_buffered: bool
+        self,
+        store: ObjectStore,
+        attempt: int,
+        window: Window,
+        prompts: Prompts,
+        parent: Manifest | None,
+        *,
+        keep_buffered: bool,
     ) -> None:
         self._store = store
         self._attempt = attempt
         self._window = window
+        self._prompts = prompts
         self.frontier = Frontier()
         if parent is not None:
             self.frontier = Frontier.resume(FrontierState.from_json(parent.frontier), keep_buffered=keep_buffered)
@@ -48,10 +58,19 @@ class Leasing:
 
     def heed(self, inquest: Inquest) -> None:
         """Take over what earlier attempts learnt about ordinals that the checkpoint does not know of."""
+        named = {*inquest.failure_counts, *inquest.suspects.ordinals}
+        # What was first leased after the checkpoint is new to it; to be tried again it must count as given back.
+        unknown = sorted(ordinal for ordinal in named if self.frontier.state(ordinal) is OrdinalState.NEW)
+        self.frontier.leased(unknown)
+        self.frontier.returned(unknown)
         for ordinal, count in inquest.failure_counts.items():
             if self.frontier.state(ordinal) is OrdinalState.RETURNED:
                 self.frontier.set_failure_count(ordinal, max(count, self.frontier.failure_counts.get(ordinal, 0)))
         self._suspects = inquest.suspects
+
+    def leasable(self, ordinal: int) -> bool:
+        """Whether this ordinal is still to be leased, for the first time or again."""
+        return self.frontier.state(ordinal) in (OrdinalState.NEW, OrdinalState.RETURNED)
 
     def observe(self) -> list[LedgerFooter]:
         """Take in what the trainer has ledgered and which version is live; the footers of the steps that are new."""
@@ -63,6 +82,8 @@ class Leasing:
                 self._supply = self._supply.after_step(
                     ready=int(footer.metrics.get("ready_groups") or 0), wanted=self._window.prompts_per_step
                 )
+        if self._window.prompts is None and self._prompts.size is not None:
+            self._window = replace(self._window, prompts=self._prompts.size)
         while (record := read_refit(self._store, self._attempt, self._next_version)) is not None:
             self.live = record
             self._next_version += 1
@@ -110,7 +131,7 @@ class Leasing:
         if room is None:
             return None
         target_step, count = room
-        ordinals = self._choose(min(size, count))
+        ordinals = self._choose(min(size, count, self._leasable()))
         if not ordinals:
             return None
         if target_step is not None:
@@ -146,6 +167,14 @@ class Leasing:
         count = min(capacity, self._supply.limit - opened)
         return (None, count) if count > 0 else None
 
+    def _leasable(self) -> int:
+        """How many ordinals there are prompts for."""
+        frontier = self.frontier
+        end = self._prompts.recorded(frontier.next_ordinal + self._window.most_open)
+        if end is None:
+            return self._window.most_open
+        return len(frontier.members(OrdinalState.RETURNED)) + max(0, end - frontier.next_ordinal)
+
     def _choose(self, count: int) -> tuple[int, ...]:
         """Put up to `count` ordinals in flight: while there are suspects, some of them and nothing beside them."""
         returned = frozenset(self.frontier.members(OrdinalState.RETURNED))
@@ -168,7 +197,9 @@ class Leasing:
         )
 
     def gave_back(self, ordinals: tuple[int, ...], *, failed: bool) -> None:
-        """A sealed lease gave these back without a group. `failed`: each of them has failed once more."""
-        for ordinal in ordinals if failed else ():
+        """A sealed lease gave these back without a group; the ledger may already have said more about them. `failed`:
+        each of them has failed once more."""
+        missing = [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
+        for ordinal in missing if failed else ():
             self.frontier.set_failure_count(ordinal, self.frontier.failure_counts.get(ordinal, 0) + 1)
-        self.frontier.returned(ordinals)
+        self.frontier.returned(missing)

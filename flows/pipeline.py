@@ -9,6 +9,7 @@ for whatever reason ends every child process. It keeps no state that the store d
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
 from flows.supervise import Child, ChildFailed
 from flows.trainer import gave_up, start_trainer, trainer_failure
-from grpo_core.prompts import PromptStream
+from grpo_core.prompts import Prompts
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import Pool
@@ -40,6 +41,8 @@ from storage.trajectories import TrajectoryStore
 
 # A trainer that dies twice within this time has a fault that a third start would only repeat.
 PATIENCE_SECONDS = 600.0
+# Steps that the live view and the artifacts can show.
+HISTORY = 50
 
 
 class RunFailed(RuntimeError):
@@ -62,7 +65,15 @@ class Pipeline:
     """One call of a run, from its store to its end."""
 
     def __init__(
-        self, run: Run, chat: Chat, engines: Engines, router: Pool, rewards: RewardWorkers, control: Control, logs: Path
+        self,
+        run: Run,
+        prompts: Prompts,
+        chat: Chat,
+        engines: Engines,
+        router: Pool,
+        rewards: RewardWorkers,
+        control: Control,
+        logs: Path,
     ) -> None:
         self._run = run
         self._config = run.config
@@ -70,12 +81,12 @@ class Pipeline:
         self._engines = engines
         self._router = router
         self._logs = logs
-        self._stream = PromptStream(run.splits.train, seed=run.config.data.seed, shuffle=run.config.data.shuffle)
+        self._prompts = prompts
         self._generator = Generator(run.config, chat, router, rewards)
         self._meter = Meter()
         self._began = time.monotonic()
         self._shown = 0.0
-        self._history: list[dict[str, float | None]] = []
+        self._history: deque[dict[str, float | None]] = deque(maxlen=HISTORY)
         self._evaluated: set[int] = set()
         self._origin: Materialisation | None = None
 
@@ -143,8 +154,12 @@ class Pipeline:
         parent = newest_checkpoint(self._run, self._control.warn)
         claim = claim_attempt(self._run, parent, after=after)
         fence = Fence(store, claim.attempt)
-        leasing = Leasing(store, claim.attempt, self._run.window, parent, keep_buffered=keep)
-        leasing.heed(hold_inquest(store, claim.attempt - 1, lives=self._config.generation.max_rollout_attempts))
+        leasing = Leasing(store, claim.attempt, self._run.window, self._prompts, parent, keep_buffered=keep)
+        leasing.heed(
+            hold_inquest(
+                store, claim.attempt - 1, lives=self._config.generation.max_rollout_attempts, leasable=leasing.leasable
+            )
+        )
         trajectories = TrajectoryStore(
             store, claim.attempt, fence=fence.check, metadata={"run_id": self._config.run_id}
         )
@@ -152,7 +167,7 @@ class Pipeline:
             leasing=leasing,
             trajectories=trajectories,
             generator=self._generator,
-            stream=self._stream,
+            stream=self._prompts,
             control=self._control,
             on_tokens=lambda count: self._meter.tokens(count, time.monotonic()),
         )
@@ -285,7 +300,7 @@ class Pipeline:
             eta_seconds=None if pace is None else pace * (steps - step),
             elapsed_seconds=moment - self._began,
             metrics=self._history[-1] if self._history else {},
-            history=tuple(self._history[-50:]),
+            history=tuple(self._history),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from grpo_core import recipe
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, StreamData
 from grpo_core.prompts import Splits
 from grpo_core.schedule.window import Window
 from storage import layout
@@ -24,6 +24,7 @@ from storage.checkpoints import CheckpointName, DamagedCheckpoint, Manifest, com
 from storage.errors import ObjectMissing
 from storage.ledger import newest_footer
 from storage.objects import ObjectStore
+from storage.prompt_log import logged_prompts
 from storage.records import read_record, write_record
 
 FORMAT = 1
@@ -57,7 +58,7 @@ def open_run(
     config: RunConfig, store: ObjectStore, splits: Splits, *, tokenizer_digest: str, canary: Sequence[int]
 ) -> Run:
     """Record a new run, or check that this call may continue the recorded one. Raise RunRefused."""
-    window = Window.of(config.grpo, config.refit, prompts=len(splits.train))
+    window = Window.of(config.grpo, config.refit, prompts=splits.prompts)
     if window.last_step() < 1:
         raise RunRefused(
             f"{config.grpo.max_num_epochs} epochs of {len(splits.train)} prompts do not fill one step of "
@@ -69,11 +70,12 @@ def open_run(
             "format": FORMAT,
             "config": config.model_dump(mode="json"),
             "digests": digests,
-            "prompts": len(splits.train),
+            "prompts": splits.prompts,
             "canary": list(canary),
         }
         write_record(store, layout.run(), fields)
         return Run(config, store, splits, {}, window)
+    window = recorded_window(config, store, splits.prompts)
     recorded = read_record(store, layout.run())
     if recorded["format"] != FORMAT:
         raise RunRefused(
@@ -114,7 +116,14 @@ def finished_run(config: RunConfig, store: ObjectStore) -> int | None:
         for key in recipe.changed_keys(recipe.parse(recorded["config"], where=f"run.json of {store.url}"), config)
     ):
         return None
-    return finished_at(config, store, Window.of(config.grpo, config.refit, prompts=recorded["prompts"]))
+    return finished_at(config, store, recorded_window(config, store, recorded["prompts"]))
+
+
+def recorded_window(config: RunConfig, store: ObjectStore, prompts: int | None) -> Window:
+    """The window of a recorded run. `prompts`: as in run.json; what a stream came to is in its record."""
+    if isinstance(config.data.source, StreamData):
+        prompts = logged_prompts(store)
+    return Window.of(config.grpo, config.refit, prompts=prompts)
 
 
 def finished_at(config: RunConfig, store: ObjectStore, window: Window) -> int | None:

@@ -7,16 +7,18 @@ generated again at any time by any process. The held-out split shares no questio
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_core.config import DataConfig, FileData, ReasoningGymData
+from grpo_core.config import DataConfig, FileData, ReasoningGymData, StreamData
 from grpo_core.trajectory import Prompt
 
 
@@ -34,19 +36,43 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The two halves of a dataset, disjoint by question."""
+    """The two halves of a dataset, disjoint by question. `stream`: what the train split is drawn from when its end is
+    not known; `train` is then but a sample from its beginning."""
 
     train: list[Row]
     held_out: list[Row]
+    stream: str | None = None
+
+    @property
+    def prompts(self) -> int | None:
+        """The size of the train split; None for a stream."""
+        return len(self.train) if self.stream is None else None
 
     def digest(self) -> str:
-        """Content key: a continued run must see the same prompts."""
-        rows = [[row.messages, row.columns] for split in (self.train, self.held_out) for row in split]
+        """Content key: a continued run must see the same prompts. Those of a stream are kept by its record."""
+        train: list[Row] | str = self.train if self.stream is None else self.stream
+        if isinstance(train, str):
+            return hashlib.sha256(f"{train}{Splits([], self.held_out).digest()}".encode()).hexdigest()
+        rows = [[row.messages, row.columns] for split in (train, self.held_out) for row in split]
         return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
-class PromptStream:
+class Prompts(Protocol):
     """The endless stream of prompts over the epochs of one dataset."""
+
+    @property
+    def size(self) -> int | None:
+        """Prompts of one epoch; None while that is not known."""
+
+    def prompt(self, ordinal: int) -> Prompt:
+        """The prompt at `ordinal` ≥ 0."""
+
+    def recorded(self, wanted: int) -> int | None:
+        """The first ordinal that cannot be had yet, None when all can; those below `wanted` will soon be needed."""
+
+
+class PromptStream:
+    """The prompts of a dataset that is there as a whole."""
 
     def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool = True) -> None:
         if not rows:
@@ -55,12 +81,24 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
 
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def recorded(self, wanted: int) -> None:
+        """All can be had."""
+
     def prompt(self, ordinal: int) -> Prompt:
         """The prompt at `ordinal` ≥ 0."""
         epoch, position = divmod(ordinal, len(self.rows))
-        index = int(_permutation(self._seed, epoch, len(self.rows))[position]) if self._shuffle else position
+        index = permuted(position, len(self.rows), seed=self._seed, epoch=epoch) if self._shuffle else position
         row = self.rows[index]
         return Prompt(ordinal=ordinal, epoch=epoch, dataset_index=index, messages=row.messages, columns=row.columns)
+
+
+def permuted(position: int, size: int, *, seed: int, epoch: int) -> int:
+    """Where `position` of an epoch lies in the dataset."""
+    return int(_permutation(seed, epoch, size)[position])
 
 
 @lru_cache(maxsize=4)
@@ -80,13 +118,19 @@ def load_splits(config: DataConfig) -> Splits:
             held_out = _file_rows(source, source.held_out_path) if source.held_out_path else []
             splits = Splits(_file_rows(source, source.path), held_out)
             _check_disjoint(splits, source)
+        case StreamData() as source:
+            held_out = _file_rows(source, source.held_out_path) if source.held_out_path else []
+            sample = list(islice(stream_rows(source, skip=0), source.chunk_size))
+            splits = Splits(sample, held_out, stream=source.model_dump_json())
+    train, held_out = ([with_system_prompt(row, config) for row in split] for split in (splits.train, splits.held_out))
+    return Splits(train, held_out, splits.stream)
+
+
+def with_system_prompt(row: Row, config: DataConfig) -> Row:
+    """The row as the recipe wants it to begin."""
     if config.system_prompt is None:
-        return splits
-    system = {"role": "system", "content": config.system_prompt}
-    with_system = [
-        [Row([system, *row.messages], row.columns) for row in split] for split in (splits.train, splits.held_out)
-    ]
-    return Splits(*with_system)
+        return row
+    return Row([{"role": "system", "content": config.system_prompt}, *row.messages], row.columns)
 
 
 def _reasoning_gym(source: ReasoningGymData, seed: int, size: int, *, skip: frozenset[str]) -> list[Row]:
@@ -128,6 +172,30 @@ def _entries(dataset: Any) -> Iterable[dict[str, Any]]:
     return (dataset[index] for index in range(len(dataset)))
 
 
+def stream_rows(source: StreamData, *, skip: int) -> Iterator[Row]:
+    """The rows of the stream after the first `skip`. Raise DataError."""
+    where = f"data.source.function={source.function}"
+    module, _, attribute = source.function.partition(":")
+    try:
+        records = iter(getattr(importlib.import_module(module), attribute)(skip=skip, **source.arguments))
+    except Exception as error:
+        raise DataError(f"{where} cannot be opened after {skip} records: {type(error).__name__}: {error}") from error
+    number = skip
+    while True:
+        try:
+            record: Any = next(records, None)
+        except Exception as error:
+            raise DataError(f"{where} failed at record {number}: {type(error).__name__}: {error}") from error
+        if record is None:
+            return
+        if not isinstance(record, dict) or source.prompt_column not in record:
+            raise DataError(
+                f"{where}, record {number} is {str(record)[:80]!r}; yield dicts with the column {source.prompt_column!r}"
+            )
+        yield record_row(dict(record), source.prompt_column, f"{where}, record {number}")
+        number += 1
+
+
 def _check_disjoint(splits: Splits, source: FileData) -> None:
     trained = {json.dumps(row.messages, sort_keys=True) for row in splits.train}
     for number, row in enumerate(splits.held_out):
@@ -137,7 +205,7 @@ def _check_disjoint(splits: Splits, source: FileData) -> None:
             )
 
 
-def _file_rows(source: FileData, path: Path) -> list[Row]:
+def _file_rows(source: FileData | StreamData, path: Path) -> list[Row]:
     try:
         records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
     except (OSError, ValueError) as error:
@@ -149,7 +217,10 @@ def _file_rows(source: FileData, path: Path) -> list[Row]:
         )
     # Reward functions get every column for every row.
     whole = ({column: record.get(column) for column in columns} for record in records)
-    return [_file_row(record, source.prompt_column, path, number) for number, record in enumerate(whole)]
+    return [
+        record_row(record, source.prompt_column, f"data file {path}, row {number}")
+        for number, record in enumerate(whole)
+    ]
 
 
 def _parquet_records(path: Path) -> list[dict[str, Any]]:
@@ -167,7 +238,8 @@ def _json_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _file_row(record: dict[str, Any], prompt_column: str, path: Path, number: int) -> Row:
+def record_row(record: dict[str, Any], prompt_column: str, where: str) -> Row:
+    """A record whose prompt is text or a conversation, as a row. Raise DataError, saying where."""
     prompt = record.pop(prompt_column)
     if isinstance(prompt, str) and prompt:
         messages = [{"role": "user", "content": prompt}]
@@ -178,7 +250,5 @@ def _file_row(record: dict[str, Any], prompt_column: str, path: Path, number: in
     ):
         messages = prompt
     else:
-        raise DataError(
-            f"data file {path}, row {number}: {prompt_column} is {prompt!r}; give text or a list of role/content messages"
-        )
+        raise DataError(f"{where}: {prompt_column} is {prompt!r}; give text or a list of role/content messages")
     return Row(messages, record)

@@ -106,7 +106,11 @@ def newest(store: ObjectStore) -> AttemptClaim | None:
 
 def living_chain(store: ObjectStore) -> list[Link]:
     """The living history, oldest attempt first. Empty for a run that never started."""
-    claim = newest(store)
+    return chain_of(store, newest(store))
+
+
+def chain_of(store: ObjectStore, claim: AttemptClaim | None) -> list[Link]:
+    """The history that an attempt continued and made, oldest attempt first."""
     links = []
     last_step = None
     while claim is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from storage.errors import DamagedCheckpoint, DamagedRecord, InvalidKey, NoValid
 from storage.layout import CheckpointName, PartName
 from storage.objects import ObjectStore
 from storage.records import read_record, write_record
+
+PARALLEL_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,15 @@ def newest_valid(
 ) -> Manifest | None:
     """The intact checkpoint of the highest attempt, then step; None when the run has none at all.
 
-    `on_damaged` hears of every one that is skipped. Raise NoValidCheckpoint when there are some but none is intact.
+    One whose pinned parts are not all there cannot be resumed from, so it counts as damaged. `on_damaged` hears of
+    every one that is skipped. Raise NoValidCheckpoint when there are some but none is intact.
     """
     names = committed(store)
     for name in reversed(names):
         try:
-            return verify(store, name.attempt, name.step)
+            manifest = verify(store, name.attempt, name.step)
+            _check_pinned(store, manifest)
+            return manifest
         except DamagedCheckpoint as error:
             on_damaged(name, error)
         except ObjectMissing:
@@ -132,6 +138,22 @@ def newest_valid(
             "or start a new run under another run id."
         )
     return None
+
+
+def _check_pinned(store: ObjectStore, manifest: Manifest) -> None:
+    """Raise DamagedCheckpoint naming a pinned part that is not in the store.
+
+    A writer that was stopped in the middle of committing may commit a checkpoint long after a newer attempt made it a
+    dead branch and its parts were collected.
+    """
+    keys = [layout.part(part.attempt, part.lease, part.part) for part in manifest.pinned]
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as askers:
+        for key, exists in zip(keys, askers.map(store.exists, keys), strict=True):
+            if not exists:
+                raise DamagedCheckpoint(
+                    f"Part {key}, which holds buffered groups of checkpoint {manifest.attempt}/{manifest.step}, is "
+                    "missing: the checkpoint cannot be resumed from."
+                )
 
 
 def to_delete(
@@ -145,7 +167,8 @@ def to_delete(
 ) -> list[CheckpointName]:
     """Which checkpoints retention no longer needs: all but the newest, the best by `metric`, and the protected ones.
 
-    Protect the parents of the living chain. Of equal metrics the newer counts as better; one without it is never best.
+    Protect what somebody may be about to resume from. Of equal metrics the newer counts as better; one without it is
+    never best.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: at least the newest checkpoint must stay.")
@@ -163,3 +186,9 @@ def delete(store: ObjectStore, attempt: int, step: int) -> None:
     """Delete the manifest first, so that an interrupted deletion leaves no checkpoint, rather than half of one."""
     store.delete(layout.manifest(attempt, step))
     store.delete_prefix(layout.checkpoint(attempt, step))
+
+
+def discard(store: ObjectStore, attempt: int, step: int) -> None:
+    """Delete what a failed save of this attempt left, unless its manifest made it a checkpoint after all."""
+    if not store.exists(layout.manifest(attempt, step)):
+        store.delete_prefix(layout.checkpoint(attempt, step))

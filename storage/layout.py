@@ -22,6 +22,7 @@ _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
 _LEASE = re.compile(r"leases/(\d{6,})/\d{6,}/lease-(\d{9,})\.json")
 _PART = re.compile(r"trajectories/(\d{6,})/\d{6,}/lease-(\d{9,})\.part-(\d{3,})\.parquet")
 _LEDGER = re.compile(r"ledger/(\d{6,})/\d{6,}/step-(\d{9,})(?:\.drops-(\d{3,}))?\.parquet")
+_PROMPT_CHUNK = re.compile(r"prompts/\d{6,}/chunk-(\d{9,})\.parquet")
 _CHECKPOINT = re.compile(r"checkpoints/(\d{6,})/step-(\d{9,})/")
 _WEIGHTS = re.compile(r"weights/(\d{6,})/version-(\d{9,})/")
 _EVALUATION = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})(?:\.([a-z0-9_-]+))?\.parquet")
@@ -124,6 +125,24 @@ def parse_lease(key: str) -> LeaseName | None:
     return LeaseName(int(match[1]), int(match[2])) if match else None
 
 
+def prompt_log_prefix() -> str:
+    return "prompts/"
+
+
+def prompt_chunk(chunk: int) -> str:
+    """Part of the record of a streaming dataset; it belongs to the run and not to an attempt."""
+    return f"{prompt_log_prefix()}{_directory(chunk)}/chunk-{_number(chunk, 9)}.parquet"
+
+
+def prompt_log_end() -> str:
+    return f"{prompt_log_prefix()}END.json"
+
+
+def parse_prompt_chunk(key: str) -> int | None:
+    match = _PROMPT_CHUNK.fullmatch(key)
+    return int(match[1]) if match else None
+
+
 def trajectories_prefix(attempt: int | None = None) -> str:
     return "trajectories/" if attempt is None else f"trajectories/{_number(attempt, 6)}/"
 
@@ -204,8 +223,8 @@ def manifest(attempt: int, step: int) -> str:
     return f"{checkpoint(attempt, step)}MANIFEST.json"
 
 
-def weights_prefix(attempt: int) -> str:
-    return f"weights/{_number(attempt, 6)}/"
+def weights_prefix(attempt: int | None = None) -> str:
+    return "weights/" if attempt is None else f"weights/{_number(attempt, 6)}/"
 
 
 def weights(attempt: int, version: int) -> str:

@@ -55,12 +55,15 @@ def read_lease(store: ObjectStore, attempt: int, lease: int) -> LeaseRecord:
         raise DamagedRecord(f"Record {key} is not a lease: {type(error).__name__} {error}.") from error
 
 
-def lease_numbers(store: ObjectStore, attempt: int, *, after: int = -1) -> list[int]:
-    """Numbers above `after`, ascending. Lists only the directories that can hold them."""
-    first = layout.leases_directory(attempt, after + 1)
-    directories = [each for each in store.directories(layout.leases_prefix(attempt)) if each >= first]
-    names = (layout.parse_lease(key) for directory in directories for key in store.list(directory))
-    return sorted(name.lease for name in names if name is not None and name.lease > after)
+def newest_leases(store: ObjectStore, attempt: int, most: int) -> list[int]:
+    """The numbers of the newest leases, descending; older directories are listed only when they are needed."""
+    numbers: list[int] = []
+    for directory in reversed(store.directories(layout.leases_prefix(attempt))):
+        names = (layout.parse_lease(key) for key in store.list(directory))
+        numbers += sorted((name.lease for name in names if name is not None), reverse=True)
+        if len(numbers) >= most:
+            break
+    return numbers[:most]
 
 
 def list_leases(store: ObjectStore, attempt: int, *, after: int = -1) -> list[LeaseRecord]:

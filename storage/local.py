@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 Keys: TypeAlias = list[str]
 Entries: TypeAlias = list[os.DirEntry[str]]
+Listing: TypeAlias = list[tuple[str, int, float]]
 
 INCOMING = ".incoming"
 ABANDONED_AFTER_SECONDS = 24 * 3600.0
@@ -94,6 +95,16 @@ class LocalObjects:
             return [key for key in self._walk(directory) if key.startswith(prefix)]
         files = [entry.name for entry in self._scan(directory) if entry.is_file()]
         return [_join(directory, file) for file in files if file.startswith(name)]
+
+    def entries(self, prefix: str) -> Listing:
+        found = []
+        for key in self._walk(prefix.rstrip("/")):
+            try:
+                status = (self.root / key).stat()
+            except FileNotFoundError:
+                continue  # deleted between listing and looking
+            found.append((key, status.st_size, status.st_mtime))
+        return found
 
     def directories(self, prefix: str) -> Keys:
         directory = prefix.rstrip("/")

@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -31,6 +32,7 @@ Client = Literal["fsspec", "obstore"]
 Answer = TypeVar("Answer")
 Keys: TypeAlias = list[str]
 Paths: TypeAlias = list[Path]
+Listing: TypeAlias = list[tuple[str, int, float]]
 
 RETRY_SECONDS = 120.0
 TRIES = 6
@@ -69,9 +71,22 @@ class Objects(Protocol):
     def get_tail(self, key: str, length: int) -> bytes: ...
     def size(self, key: str) -> int | None: ...
     def list(self, prefix: str, recursive: bool) -> Keys: ...
+    def entries(self, prefix: str) -> Listing: ...
     def directories(self, prefix: str) -> Keys: ...
     def delete(self, key: str) -> None: ...
     def delete_all(self, prefix: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """An object in a listing. `written_at` is in Unix seconds by the clock of the store; infinite if it does not say."""
+
+    key: str
+    bytes: int
+    written_at: float
+
+
+Entries: TypeAlias = list[Entry]
 
 
 class ObjectStore:
@@ -151,6 +166,11 @@ class ObjectStore:
         """Sorted keys that begin with `prefix`, which may end inside a file name; sub-directories only if recursive."""
         _check_prefix(prefix)
         return sorted(self._call(prefix, lambda objects: objects.list(prefix, recursive)))
+
+    def entries(self, prefix: str) -> Entries:
+        """Every object below the directory `prefix`, sorted by key, as listings alone tell of it."""
+        _check_prefix(prefix, directory=True)
+        return sorted(Entry(*each) for each in self._call(prefix, lambda objects: objects.entries(prefix)))
 
     def directories(self, prefix: str) -> Keys:
         """Sorted prefixes, each ending in `/`, of the directories directly below the directory `prefix`."""

@@ -8,14 +8,18 @@ processes write). Every request has a deadline.
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import fsspec
 
 Keys: TypeAlias = list[str]
+Listing: TypeAlias = list[tuple[str, int, float]]
 
 REQUEST_SECONDS = 60.0
 TRANSFER_SECONDS = 1800.0
@@ -100,6 +104,13 @@ class FsspecObjects:
         below = directory + "/" if directory else ""
         keys = [self._key(path) for path in found]
         return [key for key in keys if key.startswith(prefix) and (recursive or "/" not in key[len(below) :])]
+
+    def entries(self, prefix: str) -> Listing:
+        try:
+            found = self._fs.find(self._path(prefix.rstrip("/")), detail=True, **self._within())
+        except FileNotFoundError:
+            return []
+        return [(self._key(path), int(info["size"]), _written_at(info)) for path, info in found.items()]
 
     def directories(self, prefix: str) -> Keys:
         try:
@@ -198,6 +209,14 @@ class ObstoreObjects:
             found = [entry["path"] for entry in self._obstore.list_with_delimiter(self._store, directory)["objects"]]
         return [key for key in found if key.startswith(prefix)]
 
+    def entries(self, prefix: str) -> Listing:
+        batches = self._obstore.list(self._store, prefix.rstrip("/") or None)
+        return [
+            (entry["path"], int(entry["size"]), entry["last_modified"].timestamp())
+            for batch in batches
+            for entry in batch
+        ]
+
     def directories(self, prefix: str) -> Keys:
         listing = self._obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None)
         return [path + "/" for path in listing["common_prefixes"]]
@@ -212,6 +231,19 @@ class ObstoreObjects:
         keys = self.list(prefix, recursive=True)
         if keys:
             self._obstore.delete(self._store, keys)
+
+
+def _written_at(info: Mapping[str, Any]) -> float:
+    """When an object was last written. Each file system has a word of its own for it; one that has none knows no age."""
+    for word in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        match info.get(word):
+            case datetime() as moment:
+                return moment.timestamp()
+            case str() as text:
+                return datetime.fromisoformat(text).timestamp()
+            case float() | int() as seconds:
+                return float(seconds)
+    return math.inf
 
 
 def _service_code(error: BaseException) -> str | None:

@@ -108,6 +108,8 @@ LEDGER = pa.schema(
     ]
 )
 
+PROMPTS = pa.schema([_required("messages", pa.string()), _required("columns", pa.string())])
+
 EVALUATION = pa.schema(
     [
         _required("version", pa.int32()),

@@ -13,6 +13,7 @@ removed from the file first, so that it happens once:
     die_at_request: 5         SIGKILL itself when this process gets its fifth request to generate
     die_in_update: 3          SIGKILL itself in the third weight update of this process, after its first tensor
     stall_in_update: 3        stand still for STALL_SECONDS there; the fault is removed when it begins
+    late_after_update: 3      answer STALL_SECONDS late that the third weight update succeeded; removed when it begins
     seconds_per_token: 0.01   sample slowly
 """
 
@@ -26,6 +27,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -155,6 +157,43 @@ class Sibling:
         }
 
 
+class Siblings:
+    """The continuations of one prompt, which grow together in one batch, one token at a time."""
+
+    def __init__(self, prompt: list[int], sampling: Mapping[str, Any]) -> None:
+        self.members = [Sibling(random.Random(f"{sampling.get('seed')} {index}")) for index in range(sampling["n"])]
+        self._prompt = prompt
+        self._sampling = sampling
+        self.forget()
+
+    @property
+    def finished(self) -> bool:
+        return all(sibling.reason is not None for sibling in self.members)
+
+    def forget(self) -> None:
+        """Drop the keys and values of what was read so far; the next token computes them again."""
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._new = torch.tensor([self._prompt + ids for ids in self._padded()])
+
+    @torch.inference_mode()
+    def grow(self, model: Qwen3, stamp: str) -> int:
+        """Add one token to each; how many were not finished before."""
+        unfinished = sum(sibling.reason is None for sibling in self.members)
+        logits = model.logits(self._new, self._cache)[:, -1]
+        tokens = [sibling.take(logits[i], self._sampling, stamp) for i, sibling in enumerate(self.members)]
+        self._new = torch.tensor(tokens).unsqueeze(1)
+        return unfinished
+
+    def abort(self) -> None:
+        for sibling in self.members:
+            sibling.reason = sibling.reason or "abort"
+
+    def _padded(self) -> list[list[int]]:
+        """Their tokens, in which the finished ones are as long as the others, so that they make one batch."""
+        longest = max(len(sibling.ids) for sibling in self.members)
+        return [sibling.ids + sibling.ids[-1:] * (longest - len(sibling.ids)) for sibling in self.members]
+
+
 class Engine:
     """The model, the weights' stamp, and who is running; one event loop computes everything but the transfer."""
 
@@ -171,6 +210,8 @@ class Engine:
         self.aborting = False
         self.resumed = asyncio.Event()  # new requests are taken in
         self.resumed.set()
+        # Like a worker of vLLM, it does one thing at a time: who comes while an update hangs, waits for its end.
+        self.worker = ThreadPoolExecutor(max_workers=1)
         self._store: TCPStore | None = None
         self._group: Any = None
 
@@ -185,32 +226,26 @@ class Engine:
         finally:
             self.running -= 1
 
-    @torch.inference_mode()
     async def _generate(self, prompt: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        siblings = [Sibling(random.Random(f"{sampling.get('seed')} {index}")) for index in range(sampling["n"])]
         scores = self._scores(prompt) if "prompt_logprobs" in sampling else None
         pause = _faults().get("seconds_per_token", 0.0)
-        cache: list[tuple[Tensor, Tensor]] = []
-        new, generation = torch.tensor([prompt] * len(siblings)), self.caches
-        while any(sibling.reason is None for sibling in siblings):
+        siblings, generation = Siblings(prompt, sampling), self.caches
+        while not siblings.finished:
             if generation != self.caches:
-                cache, generation = [], self.caches
-                new = torch.tensor([prompt + sibling.ids for sibling in _padded(siblings)])
-            logits = self.model.logits(new, cache)[:, -1]
-            tokens = [s.take(logits[i], sampling, self.stamp) for i, s in enumerate(siblings)]
-            self.generated += sum(sibling.reason is None for sibling in siblings)
-            new = torch.tensor(tokens).unsqueeze(1)
+                siblings.forget()
+                generation = self.caches
+            self.generated += siblings.grow(self.model, self.stamp)
             await asyncio.sleep(pause)
             while self.standing:
                 await asyncio.sleep(0.002)
             if self.aborting:
-                for sibling in siblings:
-                    sibling.reason = sibling.reason or "abort"
+                siblings.abort()
         return {
             "prompt_logprobs": scores,
-            "choices": [sibling.as_choice(index) for index, sibling in enumerate(siblings)],
+            "choices": [sibling.as_choice(index) for index, sibling in enumerate(siblings.members)],
         }
 
+    @torch.inference_mode()
     def _scores(self, prompt: list[int]) -> list[dict[str, Any] | None]:
         logprobs = torch.log_softmax(self.model.logits(torch.tensor([prompt]), [])[0], dim=-1)
         return [None, *({str(t): {"logprob": float(logprobs[i, t])}} for i, t in enumerate(prompt[1:]))]
@@ -256,12 +291,6 @@ class Engine:
         self.model.weights = {name: tensor.float() for name, tensor in received.items()}
 
 
-def _padded(siblings: list[Sibling]) -> list[Sibling]:
-    """Copies of the siblings in which the finished ones are as long as the others, so that they make one batch."""
-    longest = max(len(sibling.ids) for sibling in siblings)
-    return [Sibling(s.draw, s.ids + s.ids[-1:] * (longest - len(s.ids))) for s in siblings]
-
-
 def _faults() -> dict[str, Any]:
     path = os.environ.get(FAULTS)
     if not path or not Path(path).exists():
@@ -271,8 +300,11 @@ def _faults() -> dict[str, Any]:
 
 def _forget(fault: str) -> None:
     """Take a fault out of the file, so that it happens once."""
-    left = {name: value for name, value in _faults().items() if name != fault}
-    Path(os.environ[FAULTS]).write_text(json.dumps(left), encoding="utf-8")
+    path, left = Path(os.environ[FAULTS]), {name: value for name, value in _faults().items() if name != fault}
+    # Whole at any moment, for whoever waits for the fault reads it too.
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(json.dumps(left), encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _die(fault: str) -> None:
@@ -282,6 +314,7 @@ def _die(fault: str) -> None:
 
 async def handle(engine: Engine, request: web.Request) -> web.Response:
     """One request of the HTTP contract."""
+    loop = asyncio.get_running_loop()
     body = await request.json() if request.can_read_body else {}
     answer: dict[str, Any] = {}
     match request.path:
@@ -302,11 +335,14 @@ async def handle(engine: Engine, request: web.Request) -> web.Response:
         case "/resume":
             engine.resume()
         case "/init_weight_transfer_engine":
-            await asyncio.to_thread(engine.join, body["init_info"])
+            await loop.run_in_executor(engine.worker, engine.join, body["init_info"])
         case "/start_weight_update":
             pass
         case "/update_weights":
-            await asyncio.to_thread(engine.update, body["update_info"])
+            await loop.run_in_executor(engine.worker, engine.update, body["update_info"])
+            if engine.updates == _faults().get("late_after_update"):
+                _forget("late_after_update")
+                await asyncio.sleep(STALL_SECONDS)
         case "/finish_weight_update":
             engine.stamp = body["weight_version"]
         case _:

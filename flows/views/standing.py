@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from flows.run import RunRefused
+from flows.run import RunRefused, recorded_window
 from grpo_core import recipe
 from grpo_core.config import RunConfig
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
@@ -90,7 +90,7 @@ def recorded_run(store: ObjectStore) -> RecordedRun:
     config = recipe.with_changes(
         recipe.parse(fields["config"], where=f"run.json of {store.url}"), claim.config_changes if claim else {}
     )
-    return RecordedRun(config, Window.of(config.grpo, config.refit, prompts=fields["prompts"]), claim)
+    return RecordedRun(config, recorded_window(config, store, fields["prompts"]), claim)
 
 
 def standing(store: ObjectStore, run: RecordedRun) -> Standing:

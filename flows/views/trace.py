@@ -1,27 +1,26 @@
 """`forebay trace`: the life of one prompt, from its first lease to its last decision, token by token.
 
-Contract: every lease of the ordinal in every attempt, the rows of its group in each part, and every decision of a
-trainer about that group, dead branches included and marked. Works for an ordinal in any state. Reads all lease
-records, but of the ledger only the files from the version of a lease's stamp on, until the decision is found.
+Contract: every lease of the ordinal in every attempt, the rows of its group in each part that is still there, and every
+decision of a trainer about that group, dead branches included and marked. Works for an ordinal in any state. Reads of
+leases and ledger only the stretch in which the ordinal was open (`flows.views.search`).
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import pyarrow.compute as pc
 
+from flows.views.search import decisions, first_step, leases
 from flows.views.standing import RecordedRun, recorded_run, standing
 from grpo_core.trajectory import Stamp
-from storage import layout, schema
-from storage.attempts import attempt_numbers, living_chain, read_attempt
-from storage.leases import LeaseRecord, lease_numbers, read_lease
-from storage.ledger import TRAINED
+from storage.attempts import Link, attempt_numbers, chain_of, living_chain, read_attempt
+from storage.errors import ObjectMissing
+from storage.leases import LeaseRecord
+from storage.ledger import DROPPED, TRAINED
 from storage.objects import ObjectStore
 from storage.trajectories import TrajectoryStore
 
-PARALLEL_READS = 8
 DECISION = (
     "attempt",
     "step",
@@ -63,45 +62,58 @@ def trace(store: ObjectStore, ordinal: int, chat: Chat | None = None) -> Record:
     """The life of `ordinal` as plain JSON values; token texts are None without `chat`.
 
     leases[]: attempt, lease, living, dispatched_at, stamp, target_step, failures, and
-      parts[]: part, last, returned, and rows[] with the columns ROW, reward_components, version_spans, messages,
-        seconds, advantage and tokens[]: position, id, text, engine, trainer, difference (nats), stamp, lag, masked;
+      parts[]: part, last, returned, collected, and rows[] with the columns ROW, reward_components, version_spans,
+        messages, seconds, advantage and tokens[]: position, id, text, engine, trainer, difference (nats), stamp, lag,
+        masked; a part that gc collected has no rows, and is known from a decision about its group;
       decisions[]: the columns DECISION and living.
     Advantage, trainer log-probs, lag and mask are those of the step that trained the group; None if none did.
     """
     run = recorded_run(store)
-    leases = [_lease(store, run, record, ordinal, chat) for record in _leases(store, ordinal)]
-    decisions = [decision for lease in leases for decision in lease["decisions"] if decision["living"]]
-    found = standing(store, run).open.get(ordinal)
-    state = str(found.state) if found is not None else decisions[-1]["state"] if decisions else "new"
-    return {"ordinal": ordinal, "state": state, "leases": leases}
-
-
-def _leases(store: ObjectStore, ordinal: int) -> list[LeaseRecord]:
-    """Every lease of the ordinal, oldest first."""
-    names = [(attempt, lease) for attempt in attempt_numbers(store) for lease in lease_numbers(store, attempt)]
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
-        return [
-            record for record in readers.map(lambda name: read_lease(store, *name), names) if ordinal in record.ordinals
-        ]
-
-
-def _lease(store: ObjectStore, run: RecordedRun, record: LeaseRecord, ordinal: int, chat: Chat | None) -> Record:
-    trajectories = TrajectoryStore(store, record.attempt)
-    parts, decisions = [], []
-    for name in trajectories.open_parts([record.lease]):
-        footer = trajectories.read_footer(name)
-        if ordinal not in footer.settled:
-            continue
-        rows: list[Record] = []
-        if ordinal in footer.ordinals:
-            table = trajectories.read_part(name)[1]
-            rows = table.filter(pc.field("ordinal") == ordinal).to_pylist()
-            newest = max((row["max_version"] or 0 for row in rows), default=0)
-            decisions = list(_decisions(store, run, record, name.part, ordinal, newest))
-        trained = next((each for each in reversed(decisions) if each["state"] == TRAINED), None)
-        shown = [_row(row, number, trained, run, chat) for number, row in enumerate(rows)]
-        parts.append({"part": name.part, "last": footer.last, "returned": ordinal in footer.returned, "rows": shown})
     chain = living_chain(store)
+    decided: list[Record] = []
+    records: list[LeaseRecord] = []
+    for attempt in attempt_numbers(store):
+        history = chain_of(store, read_attempt(store, attempt))
+        if any(_settles(each) and _within(history, each) for each in decided):
+            continue  # it came to its end before this attempt began
+        first = first_step(store, attempt, ordinal, run.window)
+        decided += (own := decisions(store, attempt, ordinal, first))
+        ended = own[-1] if own and _settles(own[-1]) else None
+        if ended is None or ended["lease_attempt"] == attempt:
+            last = None if ended is None else ended["lease"]
+            records += leases(store, attempt, ordinal, first, run.window, last=last)
+    told = [_lease(store, run, record, ordinal, decided, chain, chat) for record in records]
+    living = [each for each in decided if _within(chain, each)]
+    found = standing(store, run).open.get(ordinal)
+    state = str(found.state) if found is not None else living[-1]["state"] if living else "new"
+    return {"ordinal": ordinal, "state": state, "leases": told}
+
+
+def _settles(decision: Record) -> bool:
+    return decision["state"] in (TRAINED, DROPPED)
+
+
+def _within(chain: Sequence[Link], decision: Record) -> bool:
+    """Whether a decision belongs to a history."""
+    return any(link.contains(decision["attempt"], decision["step"]) for link in chain)
+
+
+def _lease(
+    store: ObjectStore,
+    run: RecordedRun,
+    record: LeaseRecord,
+    ordinal: int,
+    decided: Sequence[Record],
+    chain: Sequence[Link],
+    chat: Chat | None,
+) -> Record:
+    own = [each for each in decided if (each["lease_attempt"], each["lease"]) == (record.attempt, record.lease)]
+    parts = _parts(store, run, record, ordinal, own, chat)
+    there = {part["part"] for part in parts}
+    parts += [
+        {"part": part, "last": False, "returned": False, "collected": True, "rows": []}
+        for part in sorted({each["part"] for each in own} - there)
+    ]
     return {
         "attempt": record.attempt,
         "lease": record.lease,
@@ -111,45 +123,35 @@ def _lease(store: ObjectStore, run: RecordedRun, record: LeaseRecord, ordinal: i
         "target_step": record.target_step,
         "failures": record.failure_counts.get(ordinal, 0),
         "parts": parts,
-        "decisions": [
-            {
-                **{name: each[name] for name in DECISION},
-                "living": any(link.contains(each["attempt"], each["step"]) for link in chain),
-            }
-            for each in decisions
-        ],
+        "decisions": [{**{name: each[name] for name in DECISION}, "living": _within(chain, each)} for each in own],
     }
 
 
-def _decisions(
-    store: ObjectStore, run: RecordedRun, record: LeaseRecord, part: int, ordinal: int, newest: int
-) -> Iterator[Record]:
-    """The ledger rows about the group in this part: at most one in the attempt that leased it, and one in each later
-    attempt that resumed with it buffered. `newest` is the newest version in the group."""
-    window = run.window
-    first = Stamp.parse(record.stamp).version * window.every_steps + 1
-    # Whoever resumes with the group decides about it before it is stale, or at once.
-    stale = (newest + window.max_age + 1) * window.every_steps + 1
-    for attempt in attempt_numbers(store):
-        if attempt < record.attempt:
-            continue
-        parent = read_attempt(store, attempt).parent
-        last = None if attempt == record.attempt else max(stale, 1 if parent is None else parent[1] + 1)
-        directories = [
-            each
-            for each in store.directories(layout.ledger_prefix(attempt))
-            if each >= layout.ledger_directory(attempt, first)
-        ]
-        names = (layout.parse_ledger(key) for directory in directories for key in store.list(directory))
-        chosen = [name for name in names if name and name.step >= first and (last is None or name.step <= last)]
-        for name in sorted(chosen, key=lambda name: name.written_order):
-            key = layout.ledger(name)
-            data = store.get(key)
-            origins = schema.decode(data, ["ordinal", "lease_attempt", "lease", "part"], name=key)[0].to_pylist()
-            origin = {"ordinal": ordinal, "lease_attempt": record.attempt, "lease": record.lease, "part": part}
-            if origin in origins:
-                yield schema.decode(data, name=key)[0].slice(origins.index(origin), 1).to_pylist()[0]
-                break
+def _parts(
+    store: ObjectStore,
+    run: RecordedRun,
+    record: LeaseRecord,
+    ordinal: int,
+    decided: Sequence[Record],
+    chat: Chat | None,
+) -> list[Record]:
+    """The parts of a lease that are there and say something about the ordinal."""
+    trajectories = TrajectoryStore(store, record.attempt)
+    parts: list[Record] = []
+    for name in trajectories.open_parts([record.lease]):
+        try:
+            footer = trajectories.read_footer(name)
+            if ordinal not in footer.settled:
+                continue
+            table = trajectories.read_part(name)[1] if ordinal in footer.ordinals else None
+        except ObjectMissing:
+            continue  # collected between listing and reading
+        rows = [] if table is None else table.filter(pc.field("ordinal") == ordinal).to_pylist()
+        trained = next((each for each in reversed(decided) if each["state"] == TRAINED), None)
+        shown = [_row(row, number, trained, run, chat) for number, row in enumerate(rows)]
+        returned = ordinal in footer.returned
+        parts.append({"part": name.part, "last": footer.last, "returned": returned, "collected": False, "rows": shown})
+    return parts
 
 
 def _row(row: Record, number: int, decision: Record | None, run: RecordedRun, chat: Chat | None) -> Record:

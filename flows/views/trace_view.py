@@ -36,6 +36,9 @@ def _lease(lease: Record) -> Iterator[RenderableType]:
     bound = "" if lease["target_step"] is None else f" · for step {lease['target_step']}"
     yield plain(f"dispatched {at} under version {lease['stamp']}{bound} · failed {lease['failures']} times before")
     for part in lease["parts"]:
+        if part["collected"]:
+            yield plain(f"part {part['part']}: collected by gc, rollouts and tokens with it", "dim")
+            continue
         outcome = (
             "returned: no group arrived"
             if part["returned"]
@@ -45,7 +48,7 @@ def _lease(lease: Record) -> Iterator[RenderableType]:
         for row in part["rows"]:
             yield Padding(_row(row), (0, 0, 1, 2))
     if not lease["parts"]:
-        yield plain("no part holds it yet", "dim")
+        yield plain("no part holds it: none has come, or gc collected it", "dim")
     for decision in lease["decisions"]:
         yield _decision(decision)
 

@@ -27,6 +27,7 @@ from grpo_core.config.learning import (
     RewardsConfig,
     SamplingConfig,
     SmolLM2Model,
+    StreamData,
     TinyModel,
     WarmStart,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Section",
     "SmolLM2Model",
     "StorageConfig",
+    "StreamData",
     "TinyModel",
     "TrainingConfig",
     "WarmStart",

@@ -114,11 +114,29 @@ class FileData(Section):
     )
 
 
+class StreamData(Section):
+    """A dataset without a known end, from a function that yields records. What it yields is recorded in the store ahead
+    of its use, so that a resume finds every prompt again; the first pass goes in the order of the stream."""
+
+    kind: Literal["stream"] = "stream"
+    function: str = Field(
+        pattern=FUNCTION,
+        description="module:function, called with skip=N and the arguments; yields the records after the first N as dicts",
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the function; no secrets")
+    prompt_column: str = Field(
+        "prompt", description="A list of {role, content} messages, or plain text taken as one user message"
+    )
+    chunk_size: PositiveInt = Field(64, description="Prompts of one file of the record")
+    held_out_path: Path | None = Field(None, description="File of the held-out split; none: no evaluation data")
+
+
 class DataConfig(Section):
     """The prompts."""
 
     source: Annotated[
-        ReasoningGymData | FileData, Field(discriminator="kind", description="Where the prompts come from")
+        ReasoningGymData | FileData | StreamData,
+        Field(discriminator="kind", description="Where the prompts come from"),
     ] = ReasoningGymData()
     system_prompt: str | None = Field(None, description="Put before every conversation as a system message")
     seed: int = Field(0, ge=0, description="Seed of the permutation of each epoch")

@@ -65,7 +65,13 @@ class CheckpointingConfig(Section):
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
     keep_top_k: int = Field(1, ge=0, description="Best checkpoints kept beside the newest")
     metric_name: str = Field(
-        "reward_mean", description="Metric of a step by which checkpoints are ranked; higher is better"
+        "reward_mean",
+        description="Training metric of the saved step by which checkpoints are ranked; one without it is never best",
+    )
+    higher_is_better: bool = Field(True, description="Whether the best checkpoint is that of the highest metric")
+    async_save: bool = Field(
+        True,
+        description="Write checkpoints while later steps run; either way each rank keeps one copy of its tensors in host memory",
     )
     load_replay_buffer: bool = Field(
         True, description="Resume with the buffered groups; otherwise they are generated again"

@@ -8,6 +8,8 @@ Invariants:
   reported as broken: the caller ejects and replaces it. The others go on.
 - Whatever happens, of the engines that were paused those whose `finish` succeeded and those that were never
   sent `start` are resumed. One between the two may be half-written: vLLM cannot undo that, so it stays paused.
+- A process that was asleep while a newer attempt took its run over finds no phase open to it: it neither names, nor
+  resumes, nor stops an engine that may carry that attempt's weights by now.
 - An engine carries the stamp it was given (read back in `finish`), and its log-probs are the trainer's (canary).
 
 The canary comes after `resume` because a paused engine queues every request, the canary too. An engine that
@@ -100,9 +102,11 @@ def refit_weights(
     settings: RefitSettings,
     *,
     canary: Canary | None,
+    fence: Callable[[], None] = lambda: None,
     control: Callable[[EngineAddress], EngineControl] = EngineControl,
 ) -> RefitResult:
-    """Move the gathered weights into `engines` and name them `stamp`.
+    """Move the gathered weights into `engines` and name them `stamp`. `fence` raises Fenced when a newer attempt owns
+    the run, and with it the engines.
 
     Raises ManifestError before any engine is touched when the weights are incomplete or not finite, and
     RefitFailed when no engine is left. Links of engines that are no longer listed are the caller's to close.
@@ -110,7 +114,7 @@ def refit_weights(
     if not engines:
         raise ValueError(f"the refit to {stamp} has no engine; give at least one")
     weights = Weights.of(named_tensors, digests=settings.digests)
-    round_ = _Round(stamp, {engine.name: control(engine) for engine in engines}, settings)
+    round_ = _Round(stamp, {engine.name: control(engine) for engine in engines}, settings, fence)
     try:
         round_.run_transfer(transfer, weights)
     finally:
@@ -131,6 +135,7 @@ class _Round:
     stamp: Stamp
     engines: dict[str, EngineControl]
     settings: RefitSettings
+    fence: Callable[[], None]
     alive: list[str] = field(init=False)
     paused: set[str] = field(default_factory=set)
     started: set[str] = field(default_factory=set)
@@ -196,6 +201,7 @@ class _Round:
                 scores = engine.score(list(canary.token_ids), salt, self.settings.canary_seconds)
                 self.differences[engine.name] = check_canary(engine.name, canary, scores)
             except ENGINE_FAILURES:
+                self.fence()
                 engine.pause("abort", True, self.settings.pause_seconds)
                 raise
 
@@ -211,6 +217,7 @@ class _Round:
         parallel: bool = True,
     ) -> None:
         """Call for each engine (default: those alive); the engines it fails on are broken."""
+        self.fence()
         names = list(self.alive if names is None else names)
         began = time.monotonic()
         pool = ThreadPoolExecutor(max_workers=max(1, len(names) if parallel else 1), thread_name_prefix=phase)

@@ -25,14 +25,15 @@ StalePolicy = Literal["mask", "drop", "wait"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The settings of the schedule. `steps`: the most that the run makes; `ordinals`: how many its data have, None
-    while they have no known end; `refills`: useless groups that one step may have replaced."""
+    """The settings of the schedule. `steps`: the most that the run makes; `prompts`: those of one epoch, None while the
+    data have no known end; `epochs`: None without a limit; `refills`: useless groups that one step may have replaced."""
 
     prompts_per_step: int
     max_age: int
     every_steps: int
     steps: int
-    ordinals: int | None = None
+    prompts: int | None = None
+    epochs: int | None = None
     sampler: Sampler = "windowed"
     stale_policy: StalePolicy = "mask"
     refills: int = 0
@@ -40,18 +41,24 @@ class Window:
     @classmethod
     def of(cls, grpo: GRPOConfig, refit: RefitConfig, *, prompts: int | None) -> Window:
         """The window of a run over a dataset of `prompts`; None for a stream whose end is not known."""
-        asynchronous, epochs = grpo.async_grpo, grpo.max_num_epochs
+        asynchronous = grpo.async_grpo
         batches = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 0
         return cls(
             prompts_per_step=grpo.num_prompts_per_step,
             max_age=asynchronous.max_trajectory_age_steps,
             every_steps=refit.every_steps,
             steps=grpo.max_num_steps,
-            ordinals=None if prompts is None or epochs is None else epochs * prompts,
+            prompts=prompts,
+            epochs=grpo.max_num_epochs,
             sampler=asynchronous.sampler,
             stale_policy=asynchronous.stale_policy,
             refills=batches * grpo.num_prompts_per_step,
         )
+
+    @property
+    def ordinals(self) -> int | None:
+        """How many ordinals the data have; None without a known end."""
+        return None if self.prompts is None or self.epochs is None else self.epochs * self.prompts
 
     def training_version(self, step: int) -> int:
         """The version that step `step` trains with."""

@@ -10,26 +10,27 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, StreamData
 from grpo_core.recipe import with_changes
 from grpo_core.refit.gloo import GlooTransfer
 from grpo_core.refit.ipc import IpcTransfer
 from grpo_core.refit.nccl import NcclTransfer
 from grpo_core.refit.transfer import Transfer
 from grpo_core.schedule.frontier import Frontier, FrontierState
-from grpo_core.schedule.window import Window, last_step
+from grpo_core.schedule.window import Window
 from grpo_core.training import PARENT, checkpoint
 from grpo_core.training.conductor import Conductor
 from grpo_core.training.feed import Feed, Lineage, PartCache
@@ -41,6 +42,7 @@ from storage.attempts import Fence, living_chain, read_attempt
 from storage.checkpoints import Manifest, read_manifest
 from storage.ledger import LedgerWriter, Totals, newest_footer
 from storage.objects import ObjectStore
+from storage.prompt_log import logged_prompts
 from storage.records import read_record
 from storage.trajectories import TrajectoryStore
 
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
             cache=rank.cache,
             fence=fence,
             stopping=stop.is_set,
-            steps=last_step(config.grpo, prompts=described["prompts"]),
+            prompts=partial(_prompts, config, store, described["prompts"]),
         )
         commands = conductor.commands()
     follow(rank, commands)
@@ -131,7 +133,7 @@ def _learner(
     )
     optimizer = make_optimizer(policy, config.optimizer)
     if manifest is not None:
-        _restore(store, manifest, policy, optimizer)
+        checkpoint.resume(store, manifest, policy, optimizer, seed=config.seed)
     return policy, optimizer
 
 
@@ -145,7 +147,7 @@ def _conductor(
     cache: PartCache,
     fence: Fence,
     stopping: Callable[[], bool],
-    steps: int,
+    prompts: Callable[[], int | None],
 ) -> Conductor:
     keep = config.checkpointing.load_replay_buffer
     frontier = Frontier()
@@ -161,7 +163,7 @@ def _conductor(
         config=config,
         store=store,
         attempt=attempt,
-        window=Window.of(config.grpo, config.refit, steps=steps),
+        window=Window.of(config.grpo, config.refit, prompts=prompts()),
         done=0 if manifest is None else manifest.step,
         feed=feed,
         ledger=LedgerWriter(store, attempt, fence=fence.check),
@@ -169,8 +171,14 @@ def _conductor(
         fence=fence.check,
         stopping=stopping,
         report=_Report(store, attempt),
+        prompts=prompts,
         ranks=dist.get_world_size(),
     )
+
+
+def _prompts(config: RunConfig, store: ObjectStore, recorded: int | None) -> int | None:
+    """Prompts of one epoch; those of a stream when it has ended."""
+    return logged_prompts(store) if isinstance(config.data.source, StreamData) else recorded
 
 
 class _Report:
@@ -184,21 +192,6 @@ class _Report:
     def __call__(self, content: dict[str, Any]) -> None:
         self._content |= content | {"at": time.time()}
         self._store.put(self._key, json.dumps(self._content).encode())
-
-
-def _restore(store: ObjectStore, manifest: Manifest, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    prefix = layout.checkpoint(manifest.attempt, manifest.step)
-    local = store.local_path(prefix)
-    if local is not None:
-        checkpoint.load(local, policy, optimizer)
-    else:
-        with tempfile.TemporaryDirectory(prefix="forebay-resume-") as name:
-            store.download(prefix, Path(name))
-            checkpoint.load(Path(name), policy, optimizer)
-    states = manifest.extra["random_states"]
-    # With another number of ranks no state is anybody's; each rank then keeps its fresh seed.
-    if len(states) == dist.get_world_size():
-        checkpoint.restore_random_states(states[dist.get_rank()])
 
 
 def _transfer(config: RunConfig) -> Transfer:
@@ -225,11 +218,21 @@ def _join_group(config: RunConfig) -> torch.device:
 
 
 def _end_with_parent(parent: int) -> None:
-    """torchrun may be killed outright, and then nobody would tell its ranks."""
+    """torchrun may be killed outright, and then nobody would tell its ranks. It may even have been gone before this
+    process could note who started it, and then its parent is somebody else."""
+    if not _launches_ranks(parent):
+        os._exit(1)
     while os.getppid() == parent:
         time.sleep(0.5)
     print("the parent process is gone; ending", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _launches_ranks(pid: int) -> bool:
+    try:
+        return any("torchrun" in word or "torch.distributed.run" in word for word in psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _arguments() -> argparse.Namespace:

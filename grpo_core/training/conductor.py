@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,8 @@ class Refit:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint of step `step`. `facts` is what the manifest keeps beside the tensors."""
+    """Write a checkpoint of step `step`, behind the commands that follow. `facts` is what the manifest keeps beside the
+    tensors. Result: metrics of saves for the ledger, by name, in seconds."""
 
     step: int
     facts: dict[str, Any]
@@ -83,7 +84,8 @@ Commands = Generator[Command, Any, None]
 
 
 class Conductor:
-    """Rank 0's knowledge of the run and its decisions. `stopping` says whether we were asked to end early."""
+    """Rank 0's knowledge of the run and its decisions. `stopping` says whether we were asked to end early, `prompts` how
+    many one epoch has, once that is known."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Conductor:
         fence: Callable[[], None],
         stopping: Callable[[], bool],
         report: Callable[[dict[str, Any]], None],
+        prompts: Callable[[], int | None],
         ranks: int,
     ) -> None:
         self._config = config
@@ -114,6 +117,7 @@ class Conductor:
         self._fence = fence
         self._stopping = stopping
         self._report = report
+        self._prompts = prompts
         self._ranks = ranks
         self._engines: dict[str, EngineAddress] = {}
         self._carrying: set[str] = set()
@@ -123,6 +127,7 @@ class Conductor:
         self._changes = -1
         self._metrics: dict[str, float] = {}
         self._unsaved: Save | None = None
+        self._save_metrics: dict[str, float] = {}
 
     def commands(self) -> Commands:
         """The run, from the checkpoint it resumed from to its last step."""
@@ -145,6 +150,8 @@ class Conductor:
 
     def _last_step(self) -> int:
         """The last step that the run and its data allow, as things stand."""
+        if self._window.prompts is None and self._window.epochs is not None:
+            self._window = replace(self._window, prompts=self._prompts())
         return self._window.last_step(done=self._done, settled=self._feed.frontier.counts().settled)
 
     def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
@@ -270,7 +277,8 @@ class Conductor:
         )
         rows = ledger_rows(account.rows)
         self._totals = self._totals.add(rows, account.lag_tokens)
-        self._metrics |= account.metrics
+        self._metrics |= account.metrics | self._save_metrics
+        self._save_metrics = {}
         self._ledger.write_step(plan.step, rows, self._totals, self._metrics)
         self._feed.frontier.trained([group.ordinal for group in groups], plan.step)
         self._done = plan.step
@@ -352,7 +360,7 @@ class Conductor:
         """Save the latest step, if it is not saved yet."""
         if self._unsaved is not None:
             self._fence()
-            yield self._unsaved
+            self._save_metrics = yield self._unsaved
             self._unsaved = None
 
 

@@ -1,18 +1,13 @@
 """Every rank's side of the training loop: carry out rank 0's commands, in step.
 
 A command is a collective. Rank 0 draws it from the conductor, all ranks carry it out, and rank 0 hands the result
-back. An exception on any rank ends the group: torchrun takes the others down, and the flow starts a new attempt.
+back. An exception on any rank ends the group: torchrun takes the others down, and the flow starts a new attempt. A
+checkpoint is written while later commands are carried out; whatever goes wrong with it is raised here.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +18,13 @@ from grpo_core.refit.canary import Canary
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
 from grpo_core.refit.source import gather
 from grpo_core.refit.transfer import Transfer
-from grpo_core.training import checkpoint
 from grpo_core.training.attention import Packing
-from grpo_core.training.conductor import Commands, Idle, Refit, Save, Step
+from grpo_core.training.conductor import Command, Commands, Idle, Refit, Save, Step
 from grpo_core.training.feed import PartCache
 from grpo_core.training.model import Policy
+from grpo_core.training.saving import Saving
 from grpo_core.training.step import StepResult, run_step
-from storage import layout
-from storage.attempts import Fence, living_chain
-from storage.checkpoints import Manifest, commit_manifest, delete, readable, to_delete
-from storage.digests import digest_directory, digests_from, fields_of
-from storage.errors import DamagedCheckpoint
-from storage.layout import CheckpointName, PartName
+from storage.attempts import Fence
 from storage.objects import ObjectStore
 
 
@@ -57,32 +47,37 @@ class Rank:
 def follow(rank: Rank, commands: Commands | None) -> None:
     """Carry out commands until rank 0 has no more. `commands` is given on rank 0 only."""
     result: Any = None
-    while True:
-        shared: list[Any] = [_next(commands, result) if commands is not None else None]
-        dist.broadcast_object_list(shared, src=0)
-        match shared[0]:
-            case None:
+    with Saving(rank.config, rank.store, rank.attempt, rank.policy, rank.optimizer, rank.device) as saving:
+        while True:
+            saving.check()
+            shared: list[Any] = [_next(commands, result) if commands is not None else None]
+            dist.broadcast_object_list(shared, src=0)
+            if shared[0] is None:
                 return
-            case Idle():
-                result = None
-            case Step(plan):
-                result = run_step(
-                    plan,
-                    rank.policy,
-                    rank.optimizer,
-                    rank.cache.rows,
-                    rank.config.objective,
-                    max_grad_norm=rank.config.optimizer.max_grad_norm,
-                    device=rank.device,
-                )
-                result = _with_all_logprobs(result)
-                if dist.get_rank() != 0:
-                    rank.cache.keep(place.part for place in plan.places)
-            case Refit() as command:
-                result = _refit(rank, command)
-            case Save() as command:
-                _save(rank, command)
-                result = None
+            result = _carry_out(rank, shared[0], saving)
+
+
+def _carry_out(rank: Rank, command: Command, saving: Saving) -> Any:
+    match command:
+        case Idle():
+            return None
+        case Step(plan):
+            result = run_step(
+                plan,
+                rank.policy,
+                rank.optimizer,
+                rank.cache.rows,
+                rank.config.objective,
+                max_grad_norm=rank.config.optimizer.max_grad_norm,
+                device=rank.device,
+            )
+            if dist.get_rank() != 0:
+                rank.cache.keep(place.part for place in plan.places)
+            return _with_all_logprobs(result)
+        case Refit():
+            return _refit(rank, command)
+        case Save():
+            return saving.start(command)
 
 
 def _next(commands: Commands, result: Any) -> Any:
@@ -112,7 +107,13 @@ def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
         return None
     try:
         return refit_weights(
-            tensors, command.engines, command.stamp, rank.transfer, refit_settings(rank.config), canary=canary
+            tensors,
+            command.engines,
+            command.stamp,
+            rank.transfer,
+            refit_settings(rank.config),
+            canary=canary,
+            fence=Fence(rank.store, rank.attempt).check,
         )
     except RefitFailed as failure:
         return failure
@@ -150,66 +151,3 @@ def _canary(rank: Rank, tolerance: float) -> Canary:
     # Without a backward pass the root's parameters would stay gathered and be mistaken for the shards.
     rank.policy.reshard()  # type: ignore[operator]
     return Canary(tokens, tuple(logprobs.float().cpu().tolist()), tolerance)
-
-
-def _save(rank: Rank, command: Save) -> None:
-    prefix = layout.checkpoint(rank.attempt, command.step)
-    randoms = checkpoint.gather_json(checkpoint.random_states())
-    with _directory(rank.store, prefix) as directory:
-        checkpoint.save(directory, rank.policy, rank.optimizer)
-        # What a store keeps is what was hashed here, before it left. All ranks share the directory of a local store.
-        shared = rank.store.local_path(prefix) is not None
-        written = {} if shared and dist.get_rank() != 0 else fields_of(digest_directory(directory))
-    digests = checkpoint.gather_json(written)
-    if dist.get_rank() != 0:
-        return
-    manifest = Manifest(
-        attempt=rank.attempt,
-        step=command.step,
-        version=command.facts["version"],
-        files=digests_from({name: digest for part in digests for name, digest in part.items()}),
-        frontier=command.facts["frontier"],
-        created_at=time.time(),
-        pinned=tuple(PartName(*part) for part in command.facts["pinned"]),
-        metrics=command.facts["metrics"],
-        extra={"random_states": randoms},
-    )
-    commit_manifest(rank.store, manifest, fence=Fence(rank.store, rank.attempt).check)
-    _retain(rank)
-
-
-def _retain(rank: Rank) -> None:
-    """Delete the checkpoints that retention no longer needs; never one that the living history grew from, nor a damaged
-    one, which somebody may want to look at."""
-    settings = rank.config.checkpointing
-    parents = [
-        CheckpointName(link.attempt, link.last_step) for link in living_chain(rank.store) if link.last_step is not None
-    ]
-    surplus = to_delete(
-        readable(rank.store, on_damaged=_say_damaged),
-        keep_last=settings.keep_last,
-        keep_best=settings.keep_top_k,
-        metric=settings.metric_name,
-        protected=parents,
-    )
-    fence = Fence(rank.store, rank.attempt)
-    for name in surplus:
-        fence.check()
-        delete(rank.store, name.attempt, name.step)
-
-
-def _say_damaged(name: CheckpointName, error: DamagedCheckpoint) -> None:
-    print(f"checkpoint {name.attempt}.{name.step} is left where it is: {error}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _directory(store: ObjectStore, prefix: str) -> Generator[Path, None, None]:
-    """A local directory whose files end below `prefix`: the store's own, or one that is uploaded at the end."""
-    local = store.local_path(prefix)
-    if local is not None:
-        local.mkdir(parents=True, exist_ok=True)
-        yield local
-        return
-    with tempfile.TemporaryDirectory(prefix="forebay-checkpoint-") as name:
-        yield Path(name)
-        store.upload(Path(name), prefix)

@@ -65,8 +65,8 @@ def client(server: Server) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture(scope="session")
 def deployment(server: Server, client: SyncPrefectClient) -> str:
-    """The full name of the deployment, on a pool that may run more than one flow at a time."""
-    (name,) = deploy(server.url)
+    """The full name of the training deployment, on a pool that may run more than one flow at a time."""
+    name, _ = deploy(server.url)
     client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=4))
     return name
 

@@ -38,7 +38,8 @@ def test_settings_of_the_documented_server_are_those_of_the_local_one():
 
 
 def test_the_deployment_is_filled_in_with_the_quickstart():
-    (entry,) = read_deployments(CHECKOUT / PREFECT_FILE)
+    entry, collection = read_deployments(CHECKOUT / PREFECT_FILE)
+    assert collection["parameters"]["run_id"] == "quickstart"
     assert RunConfig.model_validate(entry["parameters"]["config"]) == recipe.load(QUICKSTART, ())
 
 
@@ -76,7 +77,7 @@ def test_a_file_that_prefect_refuses_is_an_error(server: Server, tmp_path: Path,
 def test_deploying_again_changes_nothing(server: Server, client: SyncPrefectClient, deployment: str):
     before = client.read_deployment_by_name(deployment)
     client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=7))
-    assert deploy(server.url) == [deployment]
+    assert deploy(server.url) == [deployment, "gc/gc"]
     after = client.read_deployment_by_name(deployment)
     assert after.id == before.id
     assert [schedule.slug for schedule in after.schedules] == ["nightly"]

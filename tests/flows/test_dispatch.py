@@ -11,6 +11,7 @@ from flows.dispatch import Dispatcher
 from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
 from grpo_core.config import RunConfig
+from grpo_core.prompts import PromptStream, Row
 from grpo_core.rollout.pool import NoEngine
 from grpo_core.schedule.tolerance import TooManyFailures
 from grpo_core.schedule.window import Window
@@ -20,6 +21,7 @@ from storage.pool import RefitRecord, write_refit
 from storage.trajectories import TrajectoryStore
 
 WINDOW = Window(prompts_per_step=4, max_age=0, every_steps=1, steps=5)
+PROMPTS = PromptStream([Row([], {})], seed=0)
 
 
 class Control:
@@ -54,7 +56,7 @@ def make(store: ObjectStore, **settings: object) -> tuple[Dispatcher, Control]:
     config = RunConfig.model_validate(
         {"generation": {"lease_prompts": 2, **settings}, "grpo": {"async_grpo": {"max_generation_failures": 1}}}
     )
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     leasing.observe()
     control = Control()
     dispatcher = Dispatcher(

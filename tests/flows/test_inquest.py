@@ -14,6 +14,10 @@ from storage.objects import ObjectStore
 from storage.trajectories import TrajectoryStore
 
 
+def anything(ordinal: int) -> bool:
+    return True
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> ObjectStore:
     return ObjectStore.open(str(tmp_path / "run"))
@@ -39,21 +43,21 @@ def end_in_order(store: ObjectStore, attempt: int) -> None:
 
 
 def test_a_first_attempt_has_nothing_to_look_at(store: ObjectStore) -> None:
-    inquest = hold_inquest(store, 0, lives=3)
+    inquest = hold_inquest(store, 0, lives=3, leasable=anything)
     assert not inquest.failure_counts and not inquest.suspects.ordinals
 
 
 def test_failures_that_no_checkpoint_knows_are_found_in_the_leases(store: ObjectStore) -> None:
     attempt(store, 1, (0, 1), (2, 3), failures={1: 1})
     attempt(store, 2, (0, 1), failures={1: 2})
-    assert hold_inquest(store, 2, lives=3).failure_counts == {1: 2}
+    assert hold_inquest(store, 2, lives=3, leasable=anything).failure_counts == {1: 2}
 
 
 def test_what_had_come_back_before_the_death_is_not_suspected(store: ObjectStore) -> None:
     for pid in (1, 2):
         number = attempt(store, pid, (0, 1), (2, 3), (4, 5))
         seal(store, number, 1, (2, 3))
-    assert hold_inquest(store, 2, lives=3).suspects.ordinals == {0, 1, 4, 5}
+    assert hold_inquest(store, 2, lives=3, leasable=anything).suspects.ordinals == {0, 1, 4, 5}
 
 
 def test_a_part_that_arrived_clears_its_ordinals(store: ObjectStore) -> None:
@@ -62,7 +66,7 @@ def test_a_part_that_arrived_clears_its_ordinals(store: ObjectStore) -> None:
         row = {name: _blank(field) for name, field in zip(schema.SHARD.names, schema.SHARD, strict=True)}
         table = pa.Table.from_pylist([row | {"ordinal": 0}], schema=schema.SHARD)
         assert TrajectoryStore(store, number).write_part(0, 0, table)
-    assert hold_inquest(store, 2, lives=3).suspects.ordinals == {1}
+    assert hold_inquest(store, 2, lives=3, leasable=anything).suspects.ordinals == {1}
 
 
 def _blank(field: pa.Field) -> object:
@@ -76,20 +80,20 @@ def _blank(field: pa.Field) -> object:
 def test_an_attempt_that_ended_in_order_is_no_death(store: ObjectStore) -> None:
     for pid in (1, 2):
         end_in_order(store, attempt(store, pid, (0, 1)))
-    assert not hold_inquest(store, 2, lives=3).suspects.ordinals
+    assert not hold_inquest(store, 2, lives=3, leasable=anything).suspects.ordinals
 
 
 def test_a_trainer_that_died_under_a_living_flow_is_no_death_of_the_flow(store: ObjectStore) -> None:
     attempt(store, 1, (0, 1))
     attempt(store, 1, (0, 1))
-    assert not hold_inquest(store, 2, lives=3).suspects.ordinals
+    assert not hold_inquest(store, 2, lives=3, leasable=anything).suspects.ordinals
 
 
 def test_a_prompt_that_was_alone_at_the_last_of_its_deaths_has_used_up_its_attempts(store: ObjectStore) -> None:
     attempt(store, 1, (0, 1), (2,))
     attempt(store, 2, (0, 1), (2,))
     attempt(store, 3, (2,))
-    inquest = hold_inquest(store, 3, lives=3)
+    inquest = hold_inquest(store, 3, lives=3, leasable=anything)
     assert inquest.failure_counts == {2: 3}
     assert not inquest.suspects.ordinals
 
@@ -98,4 +102,10 @@ def test_only_the_newest_leases_are_read(store: ObjectStore, monkeypatch: pytest
     monkeypatch.setattr("flows.inquest.LEASES", 2)
     for pid in (1, 2):
         attempt(store, pid, (0,), (1,), (2,))
-    assert hold_inquest(store, 2, lives=3).suspects.ordinals == {1, 2}
+    assert hold_inquest(store, 2, lives=3, leasable=anything).suspects.ordinals == {1, 2}
+
+
+def test_what_came_to_something_is_not_suspected_even_when_its_parts_were_collected(store: ObjectStore) -> None:
+    for pid in (1, 2):
+        attempt(store, pid, (0, 1))
+    assert hold_inquest(store, 2, lives=3, leasable=lambda ordinal: ordinal > 0).suspects.ordinals == {1}

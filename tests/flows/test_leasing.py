@@ -8,6 +8,7 @@ import pytest
 
 from flows.inquest import Inquest
 from flows.leasing import Leasing
+from grpo_core.prompts import PromptStream, Row
 from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.schedule.suspects import Suspects
 from grpo_core.schedule.window import Window
@@ -18,6 +19,7 @@ from storage.objects import ObjectStore
 from storage.pool import RefitRecord, write_refit
 
 WINDOW = Window(prompts_per_step=4, max_age=1, every_steps=1, steps=5)
+PROMPTS = PromptStream([Row([], {})], seed=0)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def lease_all(leasing: Leasing, size: int = 2) -> list[tuple[int, ...]]:
 
 
 def test_nothing_is_leased_before_the_cold_refit(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     leasing.observe()
     assert lease_all(leasing) == []
     live(store, 0)
@@ -63,7 +65,7 @@ def test_nothing_is_leased_before_the_cold_refit(store: ObjectStore) -> None:
 
 
 def test_capacity_opens_with_the_refit_and_not_with_the_ledger_alone(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
@@ -76,7 +78,7 @@ def test_capacity_opens_with_the_refit_and_not_with_the_ledger_alone(store: Obje
 
 
 def test_drops_free_capacity_before_the_step_happens_and_returned_ordinals_come_first(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
@@ -86,7 +88,7 @@ def test_drops_free_capacity_before_the_step_happens_and_returned_ordinals_come_
 
 
 def test_the_end_of_the_run_is_not_overshot(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     leased = 0
     for step in range(6):
         live(store, step)
@@ -98,7 +100,7 @@ def test_the_end_of_the_run_is_not_overshot(store: ObjectStore) -> None:
 
 
 def test_a_sealed_lease_gives_its_missing_ordinals_to_the_next(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
@@ -113,7 +115,7 @@ def checkpoint(step: int, frontier: Frontier) -> Manifest:
 
 
 def test_a_group_that_could_not_be_tried_has_not_failed(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
@@ -126,7 +128,7 @@ def test_drops_that_appear_together_with_their_step_are_not_passed_over(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer writes drops and then the step while the flow looks for them, one after the other."""
-    leasing = Leasing(store, 1, WINDOW, None, keep_buffered=True)
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
@@ -150,7 +152,7 @@ def test_drops_that_appear_together_with_their_step_are_not_passed_over(
 def test_what_lies_about_is_not_added_to(store: ObjectStore) -> None:
     """Two steps' worth is open at first; a trainer that finds more than a step's and its reserve ready gets less."""
     window = replace(WINDOW, max_age=3, steps=50)
-    leasing = Leasing(store, 1, window, None, keep_buffered=True)
+    leasing = Leasing(store, 1, window, PROMPTS, None, keep_buffered=True)
     opened = []
     for step in range(12):
         live(store, step)
@@ -164,7 +166,7 @@ def test_what_lies_about_is_not_added_to(store: ObjectStore) -> None:
 
 
 def test_in_order_every_lease_is_bound_to_the_step_that_will_train_it(store: ObjectStore) -> None:
-    leasing = Leasing(store, 1, replace(WINDOW, sampler="in_order"), None, keep_buffered=True)
+    leasing = Leasing(store, 1, replace(WINDOW, sampler="in_order"), PROMPTS, None, keep_buffered=True)
     live(store, 0)
     leasing.observe()
     assert lease_all(leasing, size=3) == [(0, 1, 2), (3,), (4, 5, 6), (7,)]
@@ -184,7 +186,9 @@ def test_in_order_targets_and_failures_survive_a_restart(store: ObjectStore) -> 
         frontier.set_target_step(ordinal, 1 + ordinal // 4)
     frontier.trained([0, 1, 2, 3], 1)
     frontier.set_failure_count(6, 2)
-    leasing = Leasing(store, 1, replace(WINDOW, sampler="in_order"), checkpoint(1, frontier), keep_buffered=True)
+    leasing = Leasing(
+        store, 1, replace(WINDOW, sampler="in_order"), PROMPTS, checkpoint(1, frontier), keep_buffered=True
+    )
     live(store, 1)
     leasing.observe()
     assert lease_all(leasing, size=4) == [(6, 7), (8, 9, 10, 11)]
@@ -195,8 +199,8 @@ def test_in_order_targets_and_failures_survive_a_restart(store: ObjectStore) -> 
 def test_suspects_are_tried_apart_before_anything_else(store: ObjectStore) -> None:
     frontier = Frontier()
     frontier.lease(6)
-    leasing = Leasing(store, 1, WINDOW, checkpoint(0, frontier), keep_buffered=True)
-    leasing.heed(Inquest({1: 3, 77: 1}, Suspects(frozenset({0, 1, 2, 3, 4}))))
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, checkpoint(0, frontier), keep_buffered=True)
+    leasing.heed(Inquest({1: 3}, Suspects(frozenset({0, 1, 2, 3, 4}))))
     live(store, 0)
     leasing.observe()
     assert lease_all(leasing) == [(0,)]
@@ -216,8 +220,8 @@ def test_the_checkpoint_that_was_resumed_from_bounds_the_end_of_the_data(store: 
     frontier.buffered(range(8))
     frontier.dropped([4], "generation_failed")
     frontier.trained([0, 1, 2, 3], 1)
-    window = replace(WINDOW, ordinals=9)
-    leasing = Leasing(store, 1, window, checkpoint(1, frontier), keep_buffered=True)
+    window = replace(WINDOW, prompts=9, epochs=1)
+    leasing = Leasing(store, 1, window, PROMPTS, checkpoint(1, frontier), keep_buffered=True)
     assert leasing.last_step == 2
     live(store, 1)
     leasing.observe()
@@ -232,3 +236,27 @@ def test_a_frontier_state_of_a_checkpoint_is_read_back_as_it_was(store: ObjectSt
     frontier.lease(3)
     state: dict[str, Any] = checkpoint(0, frontier).frontier  # type: ignore[assignment]
     assert FrontierState.from_json(state) == frontier.checkpoint()
+
+
+def test_suspects_and_failures_from_before_the_first_checkpoint_are_known_too(store: ObjectStore) -> None:
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
+    leasing.heed(Inquest({3: 2}, Suspects(frozenset({3, 5}))))
+    live(store, 0)
+    leasing.observe()
+    assert lease_all(leasing) == [(3,)]
+    assert read_lease(store, 1, 0).failure_counts == {3: 2}
+    leasing.arrived((3,))
+    assert lease_all(leasing) == [(5,)]
+    leasing.arrived((5,))
+    assert lease_all(leasing) == [(0, 1), (2, 4), (6, 7)]
+
+
+def test_a_seal_that_comes_after_the_ledger_changes_nothing(store: ObjectStore) -> None:
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
+    live(store, 0)
+    leasing.observe()
+    lease_all(leasing)
+    decide(store, 1, trained=[0, 1, 2, 3])
+    leasing.observe()
+    leasing.gave_back((2, 3), failed=True)
+    assert leasing.frontier.counts().trained == 4

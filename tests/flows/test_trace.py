@@ -9,8 +9,10 @@ from rich.console import Console
 
 from flows.views.trace import trace
 from flows.views.trace_view import render_trace
+from storage import layout
 from storage.objects import ObjectStore
-from tests.flows.synthetic_run import HOSTILE, PROMPT_TOKENS, small_run
+from tests.flows.requests import requests_of
+from tests.flows.synthetic_run import HOSTILE, PROMPT_TOKENS, SyntheticRun, small_run
 
 
 class Names:
@@ -107,3 +109,64 @@ def test_rollouts_cannot_speak_to_the_terminal(store):
     text = shown(trace(store, 7, Names()))
     assert "\x1b[31m" not in text and "\u202e" not in text
     assert "[red]markup[/red]" in text and "‹U+001B›" in text
+
+
+def test_a_part_that_was_collected_is_said_so(store):
+    store.delete(layout.part(1, 2, 0))
+    found = trace(store, 5)
+    [lease] = found["leases"]
+    assert (found["state"], lease["parts"]) == (
+        "trained",
+        [{"part": 0, "last": False, "returned": False, "collected": True, "rows": []}],
+    )
+    assert [decision["state"] for decision in lease["decisions"]] == ["trained", "trained"]
+    assert "part 0: collected by gc, rollouts and tokens with it" in shown(found)
+
+
+def test_a_lease_without_any_part_is_no_fault(store):
+    store.delete(layout.part(1, 3, 0))
+    [lease, *_] = trace(store, 7)["leases"]
+    assert lease["parts"] == [] and "no part holds it: none has come, or gc collected it" in shown(trace(store, 7))
+
+
+def long_run(root: Path, steps: int) -> ObjectStore:
+    """Two prompts a step, each in a lease of its own; every third is returned once and waits for its second lease."""
+    store = ObjectStore.open(str(root))
+    run = SyntheticRun(store, steps=1000)
+    run.claim()
+    late = None
+    for step in range(steps):
+        fresh = [2 * step, 2 * step + 1]
+        for ordinal in fresh:
+            run.arrive(run.lease([ordinal]), {ordinal: [1, 0]}, last=True)
+        if late is not None:
+            run.arrive(run.lease([late]), {late: [0, 1]}, last=True)
+        trained, late = [*fresh, *([] if late is None else [late])], None
+        if step % 3 == 1 and step + 1 < steps:
+            run.decide(returned={fresh[1]: "stale"})
+            trained.remove(late := fresh[1])
+        run.step(trained)
+        if run.done % 10 == 0:
+            run.checkpoint()
+    return store
+
+
+def test_every_prompt_of_a_long_run_is_found(tmp_path):
+    store = long_run(tmp_path / "long", 24)
+    for ordinal in range(48):
+        leases = trace(store, ordinal)["leases"]
+        twice = ordinal % 6 == 3 and ordinal < 46
+        assert [[decision["state"] for decision in lease["decisions"]] for lease in leases] == (
+            [["returned"], ["trained"]] if twice else [["trained"]]
+        ), ordinal
+
+
+def test_the_cost_does_not_grow_with_the_history(tmp_path, monkeypatch):
+    """But for the search's first step, which halves what is left with each of its requests."""
+
+    def requests(store: ObjectStore, ordinal: int) -> int:
+        return requests_of(lambda: trace(store, ordinal), monkeypatch)
+
+    short, long = long_run(tmp_path / "short", 20), long_run(tmp_path / "long", 60)
+    for ordinal in (0, 20, 33):
+        assert requests(long, ordinal) <= requests(short, ordinal) + 6

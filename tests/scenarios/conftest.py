@@ -1,12 +1,15 @@
-"""One made policy for all scenarios, and runs that leave no process behind."""
+"""One made policy for all scenarios, runs that leave no process behind, and what synchronous ones must come to."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.scenarios.run_driver import RunDriver
+from tests import sequential
+from tests.scenarios.run_driver import SYNCHRONOUS, RunDriver
+from tests.scenarios.scenario_rewards import even_share
 
 MakeDriver = Callable[..., RunDriver]
 
@@ -35,3 +38,21 @@ def make_driver(tmp_path: Path, cache: Path) -> Iterator[MakeDriver]:
 def driver(make_driver: MakeDriver) -> RunDriver:
     """A run of the plain recipe."""
     return make_driver()
+
+
+@pytest.fixture
+def synchronous(make_driver: MakeDriver) -> RunDriver:
+    """A run with a window of 0."""
+    return make_driver(settings=SYNCHRONOUS)
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a synchronous run after its last step, computed by the plain loop."""
+    driver = RunDriver(tmp_path_factory.mktemp("sequential"), cache, SYNCHRONOUS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the trainer and the engine, which add up in one order
+    try:
+        return sequential.train(driver.config, driver.policy(), even_share, steps=driver.config.grpo.max_num_steps)
+    finally:
+        torch.set_num_threads(threads)

@@ -27,11 +27,17 @@ from typing import Any, Literal
 import psutil
 import yaml
 
+from grpo_core import recipe
+from grpo_core.config import RunConfig
+from grpo_core.prompts import load_splits
+from grpo_core.training import origin, prepare
 from storage import layout
 from storage.checkpoints import Manifest, committed, verify
 from storage.ledger import LedgerFooter, newest_footer
 from storage.objects import ObjectStore
 from tests import model_engine
+from tests.scenarios import store_faults
+from tests.scenarios.store_faults import Fault
 
 REPOSITORY = Path(__file__).parents[2]
 FOREBAY = str(Path(sys.executable).parent / "forebay")
@@ -77,6 +83,9 @@ RECIPE: dict[str, Any] = {
     "logging": {"progress_seconds": 0.5},
 }
 
+# Synchronous GRPO: with the deterministic engine, such a run comes to the same bits however it is disturbed.
+SYNCHRONOUS: dict[str, Any] = {"grpo": {"max_num_steps": 4, "async_grpo": {"max_trajectory_age_steps": 0}}}
+
 
 @dataclass
 class RunDriver:
@@ -90,6 +99,7 @@ class RunDriver:
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.faults = self.directory / "faults.json"
+        self._store_faults = self.directory / "store-faults.json"
         self._errors = self.directory / "stderr.txt"
         self._output = self.directory / "stdout.txt"
         prompts, held_out = self.directory / "prompts.jsonl", self.directory / "held_out.jsonl"
@@ -109,6 +119,16 @@ class RunDriver:
         storage = self.recipe["storage"]
         return ObjectStore.open(layout.run_root(storage["root"], self.recipe["run_id"]), storage.get("options"))
 
+    @property
+    def config(self) -> RunConfig:
+        """The recipe with every default."""
+        return recipe.parse(self.recipe, where="the scenario")
+
+    def policy(self) -> Path:
+        """The directory of version 0, which a run would make too."""
+        source = prepare.source_of(self.config, load_splits(self.config.data).train)
+        return origin.prepare(source, self.cache / origin.digest(source))
+
     def start(self, *options: str) -> subprocess.Popen[str]:
         """Start `forebay train` and return at once."""
         path = self.directory / "recipe.yaml"
@@ -117,6 +137,7 @@ class RunDriver:
             **os.environ,
             MARK: str(self.directory),
             model_engine.FAULTS: str(self.faults),
+            store_faults.FAULTS: str(self._store_faults),
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "scenarios"), str(REPOSITORY)]),
             "OMP_NUM_THREADS": "1",
         }
@@ -154,6 +175,18 @@ class RunDriver:
             assert time.monotonic() < deadline, f"not within {seconds:g} s; {self.errors}\n{self.log('trainer')}"
             time.sleep(POLL_SECONDS)
 
+    def arm(self, *faults: Fault) -> None:
+        """Make these the faults that are to happen at the store's writes, in place of any that did not happen yet."""
+        store_faults.arm(self._store_faults, faults)
+
+    def armed(self) -> list[Fault]:
+        """The faults at the store's writes that have not happened yet."""
+        return store_faults.armed(self._store_faults)
+
+    def wait_for_faults(self) -> None:
+        """Wait until every armed fault has happened."""
+        self.wait_for(lambda store: not self.armed())
+
     def wait_for_stall(self) -> None:
         """Wait until the engine stands still in the weight update that the fault names."""
         self.wait_for(lambda store: "stall_in_update" not in self.faults.read_text())
@@ -181,6 +214,11 @@ class RunDriver:
             process.send_signal(signal.SIGKILL)
         if part == "flow":
             self.finish()
+
+    def wait_for_stop(self, part: Part) -> psutil.Process:
+        """Wait until a process of this part is stopped by SIGSTOP; that process, to be resumed."""
+        self.wait_for(lambda store: any(p.status() == psutil.STATUS_STOPPED for p in self.find(part)))
+        return next(p for p in self.find(part) if p.status() == psutil.STATUS_STOPPED)
 
     def orphans(self, seconds: float = 5.0) -> list[list[str]]:
         """Command lines of the processes that are still there after so long."""
@@ -223,15 +261,9 @@ def script(path: Path, text: str) -> Path:
 
 def _is(process: psutil.Process, part: Part) -> bool:
     words = _command_line(process)
-    match part:
-        case "flow":
-            return FOREBAY in words
-        case "torchrun":
-            return "torch.distributed.run" in words
-        case "trainer rank":
-            return "grpo_core.training" in words and "torch.distributed.run" not in words
-        case "engine":
-            return model_engine.__file__ in words
+    if part == "engine":
+        return model_engine.__file__ in words or "vllm.entrypoints.openai.api_server" in words
+    return store_faults.part_of(words) == part
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -12,7 +12,12 @@ from moto.server import ThreadedMotoServer
 from tests.scenarios.conftest import MakeDriver
 from tests.scenarios.run_driver import checkpoint_committed
 from tests.scenarios.soundness import assert_sound, attempts
+from tests.scenarios.store_faults import Fault
 
+WRITES = {
+    "flow": ["create leases/", "create trajectories/", "create pool/"],
+    "trainer rank": ["create ledger/", "create refits/", "upload checkpoints/", "create checkpoints/.*MANIFEST"],
+}
 BUCKET, REGION = "forebay-scenarios", "us-east-1"
 
 
@@ -44,3 +49,21 @@ def test_a_run_on_s3_survives_a_kill_of_its_flow(make_driver: MakeDriver, option
     assert driver.run() == 0, driver.errors
     assert_sound(driver)
     assert attempts(driver.store) == 2
+
+
+def test_requests_that_fail_and_answers_that_are_lost_go_unnoticed(
+    make_driver: MakeDriver, options: dict[str, Any]
+) -> None:
+    driver = make_driver(settings={"storage": {"root": f"s3://{BUCKET}/runs", "options": options}})
+    driver.arm(
+        *(
+            Fault(part, write, moment, "fail", occurrence)
+            for part, writes in WRITES.items()
+            for write in writes
+            for moment, occurrence in (("before", 1), ("after", 1))
+        )
+    )
+    assert driver.run() == 0, driver.errors
+    assert driver.armed() == []
+    assert attempts(driver.store) == 1
+    assert_sound(driver)

@@ -1,13 +1,14 @@
 """Whole runs of the real command that nobody disturbs, and what may be done with them afterwards."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.scenarios.conftest import MakeDriver
-from tests.scenarios.run_driver import RunDriver, assert_one_sentence, steps_done
-from tests.scenarios.soundness import assert_same_bits, assert_sound, attempts, checkpoint_tensors
+from tests.scenarios.run_driver import RunDriver, assert_one_sentence
+from tests.scenarios.soundness import assert_sound, attempts
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +68,15 @@ def test_two_ranks_reach_the_end(make_driver: MakeDriver) -> None:
     assert driver.orphans() == []
 
 
-def test_window_0_gives_the_same_bits_however_often_the_run_is_killed(make_driver: MakeDriver) -> None:
-    settings = {"grpo": {"max_num_steps": 4, "async_grpo": {"max_trajectory_age_steps": 0}}}
-    whole, killed = (make_driver(name, settings) for name in ("whole", "killed"))
-    assert whole.run() == 0, whole.errors
-    killed.start()
-    killed.wait_for(steps_done(3))
-    killed.kill("flow")
-    assert killed.run() == 0, killed.errors
-    assert attempts(killed.store) == 2
-    assert_sound(whole)
-    assert_sound(killed)
-    assert_same_bits(checkpoint_tensors(killed.store), checkpoint_tensors(whole.store))
+def test_changed_tokenizer_is_refused_by_name(make_driver: MakeDriver, tmp_path: Path) -> None:
+    driver = make_driver(settings={"grpo": {"max_num_steps": 1}})
+    policy = shutil.copytree(driver.policy(), tmp_path / "policy")
+    driver.recipe["model"] = {**driver.recipe["model"], "source": {"kind": "directory", "path": str(policy)}}
+    assert driver.run() == 0, driver.errors
+    template = policy / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "model"))
+    driver.recipe["grpo"] = {**driver.recipe["grpo"], "max_num_steps": 2}
+    assert driver.run() == 1
+    assert "another tokenizer" in driver.errors
+    assert_one_sentence(driver.errors)
+    assert attempts(driver.store) == 1

@@ -31,10 +31,11 @@ def save(files: Path) -> Callable[[ObjectStore], Save]:
     def for_store(store: ObjectStore) -> Save:
         def save_step(attempt: int, step: int, **changes: Any) -> Manifest:
             store.upload(files, layout.checkpoint(attempt, step))
+            store.put_if_absent(layout.part(1, 2, 3), b"a part")
             manifest = Manifest(
                 attempt=attempt, step=step, version=step, files=digest_directory(files), frontier={"cut": step},
-                created_at=1.5, pinned=(PartName(1, 2, 3),), metrics={"reward": 0.5}, extra={"scheduler": [1, 2]},
-                **changes,
+                created_at=1.5, metrics={"reward": 0.5}, extra={"scheduler": [1, 2]},
+                **{"pinned": (PartName(1, 2, 3),), **changes},
             )  # fmt: skip
             checkpoints.commit_manifest(store, manifest)
             return manifest
@@ -54,6 +55,18 @@ def test_a_committed_checkpoint_is_read_back_and_verified(
     manifest = save(store)(1, 5)
     assert checkpoints.verify(store, 1, 5) == manifest
     assert checkpoints.committed(store) == [CheckpointName(1, 5)]
+
+
+def test_a_checkpoint_whose_pinned_part_is_gone_is_skipped(local_store: ObjectStore, save: Any) -> None:
+    save(local_store)(1, 10, pinned=())
+    save(local_store)(1, 20)
+    local_store.delete(layout.part(1, 2, 3))
+    reported: list[str] = []
+    found = checkpoints.newest_valid(
+        local_store, on_damaged=lambda name, error: reported.append(f"{name.step} {error}")
+    )
+    assert found is not None and found.step == 10
+    assert len(reported) == 1 and reported[0].startswith("20 Part trajectories/000001/000000/lease-000000002.part-003")
 
 
 def test_the_newest_is_the_highest_attempt_then_step(store: ObjectStore, save: Callable[[ObjectStore], Save]) -> None:
@@ -185,6 +198,17 @@ def test_an_interrupted_deletion_leaves_no_half_checkpoint(
     assert newest is not None and newest.step == 5
     checkpoints.delete(local_store, 1, 6)
     assert local_store.list(layout.checkpoint(1, 6), recursive=True) == []
+
+
+def test_what_a_failed_save_left_is_discarded_but_never_a_checkpoint(
+    store: ObjectStore, save: Callable[[ObjectStore], Save], files: Path
+) -> None:
+    manifest = save(store)(1, 5)
+    store.upload(files, layout.checkpoint(1, 6))
+    for step in (5, 6, 7):
+        checkpoints.discard(store, 1, step)
+    assert store.list(layout.checkpoint(1, 6), recursive=True) == []
+    assert checkpoints.verify(store, 1, 5) == manifest
 
 
 def test_published_weights_are_fetched_unchanged(store: ObjectStore, files: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from storage import layout, schema
 from storage.attempts import Fence, claim_next
 from storage.errors import DamagedShard, Fenced, ObjectMissing
 from storage.layout import PartName
-from storage.leases import LeaseRecord, lease_numbers, list_leases, read_lease, write_lease
+from storage.leases import LeaseRecord, list_leases, newest_leases, read_lease, write_lease
 from storage.objects import ObjectStore
 from storage.trajectories import TrajectoryStore
 
@@ -213,7 +213,8 @@ def test_leases_survive_and_are_found_by_number(store: ObjectStore) -> None:
     for each in (record, *others):
         write_lease(store, each)
     assert read_lease(store, 1, 999) == record
-    assert lease_numbers(store, 1) == [999, 1000, 1001]
+    assert newest_leases(store, 1, 2) == [1001, 1000]
+    assert newest_leases(store, 1, 9) == [1001, 1000, 999] and newest_leases(store, 2, 9) == []
     assert list_leases(store, 1, after=999) == others
     assert list_leases(store, 1, after=1001) == list_leases(store, 1) == []
     assert list_leases(store, 2) == []

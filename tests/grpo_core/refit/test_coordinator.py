@@ -19,6 +19,7 @@ from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings,
 from grpo_core.refit.digest import ManifestError
 from grpo_core.refit.transfer import TransferError, Weights
 from grpo_core.trajectory import Stamp
+from storage.errors import Fenced
 from tests.fake_engine import GENERATE, FakeEngine, Fault
 
 SETTINGS = RefitSettings(
@@ -261,3 +262,20 @@ def test_bad_weights_are_refused_before_any_engine_is_touched(pool: list[FakeEng
 def test_refit_without_engines_is_refused() -> None:
     with pytest.raises(ValueError, match="no engine"):
         refit([])
+
+
+@pytest.mark.parametrize("phases", range(7))
+def test_a_fenced_trainer_does_nothing_more_to_any_engine(pool: list[FakeEngine], phases: int) -> None:
+    asked = 0
+
+    def fence() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > phases:
+            raise Fenced("a newer attempt owns the run")
+
+    address = EngineAddress("e0", pool[0].url)
+    with pytest.raises(Fenced):
+        refit_weights(WEIGHTS, [address], STAMP, HttpTransfer(), SETTINGS, canary=CANARY, fence=fence)
+    last = [0, 2, 3, 4, 5, 7, 8][phases]  # calls of the phases before: connect and finish make two each
+    assert pool[0].calls == REFIT_ORDER[:last]

@@ -72,7 +72,7 @@ def test_in_order_fills_up_an_incomplete_target_before_it_begins_a_new_one() -> 
 
 
 def test_a_drop_brings_the_end_of_the_data_nearer() -> None:
-    schedule = window(prompts_per_step=4, ordinals=10)
+    schedule = window(prompts_per_step=4, prompts=10, epochs=1)
     assert schedule.last_step() == 2
     assert schedule.last_step(done=1, settled=4 + 2) == 2
     assert schedule.last_step(done=1, settled=4 + 3) == 1
@@ -80,7 +80,7 @@ def test_a_drop_brings_the_end_of_the_data_nearer() -> None:
 
 
 def test_groups_beyond_the_last_whole_step_are_leased_only_in_place_of_dropped_ones() -> None:
-    schedule = window(prompts_per_step=4, ordinals=10)
+    schedule = window(prompts_per_step=4, prompts=10, epochs=1)
     assert schedule.capacity(live_version=0, done=0, settled=0, open_ordinals=0) == 8
     assert schedule.capacity(live_version=0, done=0, settled=1, open_ordinals=7) == 1
 
@@ -99,7 +99,8 @@ def test_settings_come_from_the_run_config() -> None:
         max_age=4,
         every_steps=3,
         steps=8,
-        ordinals=21,
+        prompts=7,
+        epochs=3,
         sampler="in_order",
         stale_policy="wait",
         refills=10,
@@ -120,7 +121,7 @@ def test_the_run_ends_with_its_steps_or_its_epochs(
 @given(st.integers(1, 5), st.integers(0, 40), st.lists(st.booleans(), max_size=60))
 def test_the_end_never_moves_away_and_leaves_less_than_a_step(prompts: int, ordinals: int, dropped: list[bool]) -> None:
     """Whatever is dropped on the way, steps are made while whole ones are left and not one more."""
-    schedule = window(prompts_per_step=prompts, ordinals=ordinals, steps=1000)
+    schedule = window(prompts_per_step=prompts, prompts=ordinals, epochs=1, steps=1000)
     done, states = 0, Counter({"trained": 0, "dropped": 0})
     last = schedule.last_step()
     for drop in dropped:

@@ -35,7 +35,6 @@ def saved(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, S
         path = tmp_path_factory.mktemp("saved") / f"by-{world}"
         (path / "tensors").mkdir(parents=True)
         answers = ranks.run(world, ranks.save_after_steps, policy, path)
-        assert [answer["ranks"] for answer in answers] == [list(range(world))] * world
         made[world] = Saved(path, answers[0]["next"])
     return made
 
@@ -52,7 +51,7 @@ def test_another_number_of_ranks_reads_the_same_bits(
     loaded: dict[int, list[dict[str, Any]]], writer: int, reader: int
 ) -> None:
     for answer in loaded[reader]:
-        assert answer[f"by-{writer}"]["same"] and answer[f"by-{writer}"]["different"] == []
+        assert answer[f"by-{writer}"]["different"] == []
 
 
 @pytest.mark.parametrize("reader", [1, 2])
@@ -95,3 +94,24 @@ def test_random_states_come_back_as_they_were() -> None:
     torch.manual_seed(0)
     checkpoint.restore_random_states(states)
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_copy_does_not_follow_its_tensors_and_is_filled_again_in_place() -> None:
+    tensors = {
+        "matrix": torch.randn(3, 5),
+        "half": torch.randn(7).bfloat16(),
+        "nothing": torch.zeros(0, 4),
+        "step": torch.ones(1),
+    }
+    copy = checkpoint.HostCopy(tensors, mesh=None)  # type: ignore[arg-type]
+    copy.fill(tensors)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    places = {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}
+    for tensor in tensors.values():
+        tensor.add_(1)
+    for name, tensor in copy.tensors.items():
+        assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    copy.fill(tensors)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in copy.tensors.items())
+    assert places == {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}

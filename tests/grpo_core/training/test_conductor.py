@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flows.leasing import Leasing
+from grpo_core.prompts import PromptStream, Row
 from grpo_core.recipe import parse
 from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import BrokenEngine, RefitFailed, RefitResult
@@ -51,7 +52,7 @@ class Stage:
 
     run: Run
     steps: int = 2
-    ordinals: int | None = None
+    prompts: int | None = None
     ranks: int = 1
     done: int = 0
     changes: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Stage:
             store=store,
             attempt=attempt,
             window=replace(
-                Window.of(config.grpo, config.refit, prompts=None), steps=self.steps, ordinals=self.ordinals
+                Window.of(config.grpo, config.refit, prompts=None), steps=self.steps, prompts=self.prompts, epochs=1
             ),
             done=self.done,
             feed=self.run.feed,
@@ -96,6 +97,7 @@ class Stage:
             fence=fence,
             stopping=self._stopping,
             report=self.reports.append,
+            prompts=lambda: self.prompts,
             ranks=self.ranks,
         )
         commands = conductor.commands()
@@ -125,6 +127,8 @@ class Stage:
                 whole = tuple(name for name in names if name not in self.breaking)
                 broken = tuple(BrokenEngine(name, "canary", "off") for name in names if name in self.breaking)
                 return RefitResult(stamp, whole, broken, {"transfer": 0.1}, dict.fromkeys(whole, 1e-7))
+            case Save():
+                return {"checkpoint_blocked_seconds": 0.25}
         return None
 
     def _result(self, plan: StepPlan) -> StepResult:
@@ -561,7 +565,12 @@ def test_six_useless_groups_of_eight_free_their_capacity_while_the_step_waits_fo
     stage.changes = {"grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2}}
     stage.steps = 1
     flow = Leasing(
-        stage.run.store, 1, Window(prompts_per_step=4, max_age=1, every_steps=1, steps=2), None, keep_buffered=True
+        stage.run.store,
+        1,
+        Window(prompts_per_step=4, max_age=1, every_steps=1, steps=2),
+        PromptStream([Row([], {})], seed=0),
+        None,
+        keep_buffered=True,
     )
     write_refit(stage.run.store, RefitRecord(1, 0, 0, ("e0",), {}, {}))
     flow.observe()
@@ -638,7 +647,7 @@ def test_a_lease_that_expires_is_waited_for_no_longer(stage: Stage) -> None:
 
 def test_what_is_left_of_the_data_ends_in_the_ledger_when_it_fills_no_step(stage: Stage) -> None:
     """Six ordinals in steps of two: one fails, so the last step lacks a group and the other one is left over."""
-    stage.steps, stage.ordinals = 100, 6
+    stage.steps, stage.prompts = 100, 6
     stage.run.whole(group(0), group(1), group(2))
     stage.run.whole(group(3), tombstone(4), group(5))
     stage.conduct()
@@ -656,3 +665,11 @@ def test_how_many_groups_lay_ready_is_told_with_each_step(stage: Stage) -> None:
     stage.conduct()
     names = ledger_names(stage.run.store)
     assert [read_ledger_footer(stage.run.store, name).metrics["ready_groups"] for name in names] == [5.0, 3.0]
+
+
+def test_what_a_save_cost_is_told_with_the_next_step(stage: Stage) -> None:
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)))
+    stage.conduct()
+    first, second = (read_ledger_footer(stage.run.store, name).metrics for name in ledger_names(stage.run.store))
+    assert "checkpoint_blocked_seconds" not in first
+    assert second["checkpoint_blocked_seconds"] == 0.25
