@@ -154,7 +154,7 @@ def store_kill_points(random: Random) -> list[KillPoint]:
     for _ in range(KILLS_OF_A_RUN):
         victim: Any = random.choice(["flow", "trainer rank"])
         write = random.choice(FLOW_WRITES if victim == "flow" else TRAINER_WRITES)
-        moment: Any = random.choice(["before", "after"])
+        moment: Any = "before" if write.startswith("open") else random.choice(["before", "after"])
         points.append(KillPoint(victim, Fault(victim, write, moment, "kill", random.randint(1, 3))))
     return list(dict.fromkeys(points))
 

@@ -16,7 +16,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -120,16 +120,17 @@ class Engine:
         rate = self._rate()
         return self._at + max(0.0, self._running[0][0] - self._service) / rate if rate else None
 
-    def finish(self) -> Iterator[Group]:
+    def finish(self) -> list[Group]:
         """Take out the sequence that is due, and any that ends with it; the groups whose last member that was."""
-        end = max(self._service, self._running[0][0])
+        end, complete = max(self._service, self._running[0][0]), []
         while self._running and self._running[0][0] <= end:
             finish, _, start, group = heapq.heappop(self._running)
             self._credit(group, start, finish)
             group.remaining -= 1
             if not group.remaining:
-                yield group
+                complete.append(group)
         self._fill()
+        return complete
 
     def withdraw(self, group: Group) -> float:
         """Stop the members of a group; the tokens that they had got so far."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows import cli
+from flows import cli, export
 from flows.supervise import Child, Command
 from grpo_core.config import RunConfig
 from storage.layout import CheckpointName
@@ -58,12 +58,12 @@ def test_an_export_that_does_not_end_is_stopped_and_explained(tmp_path: Path, mo
         return started[0]
 
     store = SimpleNamespace(url="file:///nowhere", local_path=lambda key: tmp_path)
-    monkeypatch.setattr(cli, "Child", child)
-    monkeypatch.setattr(cli, "EXPORT_SECONDS", 0.05)
+    monkeypatch.setattr(export, "Child", child)
+    monkeypatch.setattr(export, "EXPORT_SECONDS", 0.05)
     monkeypatch.setattr(cli, "existing", lambda *_: store)
-    monkeypatch.setattr(cli, "recorded_run", lambda _: SimpleNamespace(config=RunConfig()))
-    monkeypatch.setattr(cli, "committed", lambda _: [CheckpointName(1, 2)])
-    monkeypatch.setattr(cli, "policy_of", lambda *_: tmp_path)
+    monkeypatch.setattr(export, "recorded_run", lambda _: SimpleNamespace(config=RunConfig()))
+    monkeypatch.setattr(export, "committed", lambda _: [CheckpointName(1, 2)])
+    monkeypatch.setattr(export, "policy_of", lambda *_: tmp_path)
     status, error = run("export", "x", "-o", str(tmp_path / "out"))
     assert status == 1 and "the export did not end within 0.05 s" in error
     assert started[0].poll() is not None

@@ -151,10 +151,10 @@ def test_drops_that_appear_together_with_their_step_are_not_passed_over(
 
 def test_what_lies_about_is_not_added_to(store: ObjectStore) -> None:
     """Two steps' worth is open at first; a trainer that finds more than a step's and its reserve ready gets less."""
-    window = replace(WINDOW, max_age=3, steps=50)
+    window = replace(WINDOW, max_age=3, steps=100)
     leasing = Leasing(store, 1, window, PROMPTS, None, keep_buffered=True)
     opened = []
-    for step in range(12):
+    for step in range(60):
         live(store, step)
         leasing.observe()
         lease_all(leasing)

@@ -5,7 +5,8 @@
 `sitecustomize.py`, which Python imports at the start of every process of a run, calls `install`. It wraps what
 `storage.objects` itself calls, so a fault meets the store's own retries and translation of errors, on a local
 directory and on S3 alike. A write is named by its call and its key: `create`, `put`, `upload`, `delete` or `clear` (all
-below a prefix), and `open` for the files of a checkpoint that are written straight into a local store.
+below a prefix), and `open` for the files of a checkpoint that are written straight into a local store, which is seen
+only before it happens.
 
 Invariants: the armed faults are those of the JSON file that STORE_FAULTS names, read again at every write, so a test
 may arm and disarm while the run goes on; a fault is taken out of the file before it happens, so it happens once,
@@ -21,6 +22,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,15 +107,18 @@ class Striker:
         self._path = path
         self._part = part
         self._seen: Counter[Fault] = Counter()
+        self._alone = threading.Lock()
 
     def strike(self, write: str, moment: Moment) -> None:
         """Let the armed fault of this write happen, if there is one."""
-        fault = self._due(write, moment)
+        with self._alone:
+            fault = self._due(write, moment)
+            if fault is not None and fault.action == "stop":
+                # In here no other thread of this process holds the file's lock, which would stand still with it.
+                os.kill(os.getpid(), signal.SIGSTOP)
         match fault and fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
             case "full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), write)
             case "fail":

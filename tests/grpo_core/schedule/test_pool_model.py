@@ -85,7 +85,7 @@ def test_what_a_withdrawn_group_had_got_is_known_and_its_places_are_free() -> No
         pool.submit(each, 0.0)
     engine = pool.engines[0]
     engine.advance(1.0)
-    assert list(engine.finish()) == []
+    assert engine.finish() == []
     assert lost.generated == 10
     tokens, touched = pool.withdraw([lost], 2.0)
     assert (tokens, touched) == (20, {engine})
