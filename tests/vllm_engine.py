@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 import torch
@@ -35,6 +36,11 @@ class RunningEngine:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+
+    def memory(self) -> int:
+        """Resident bytes of all its processes."""
+        leader = psutil.Process(self.process.pid)
+        return sum(process.memory_info().rss for process in [leader, *leader.children(recursive=True)])
 
     def kill(self) -> None:
         """SIGKILL for all of the engine's processes."""
@@ -67,13 +73,18 @@ def write_tiny_qwen3(directory: Path, *, tied: bool, vocabulary_size: int = 128,
 
 @contextmanager
 def running_engines(
-    models: list[Path], directory: Path, *, transfer: str = "gloo", tensor_parallel_size: int = 1
+    models: list[Path],
+    directory: Path,
+    *,
+    transfer: str = "gloo",
+    tensor_parallel_size: int = 1,
+    lora_rank: int | None = None,
 ) -> Iterator[list[RunningEngine]]:
     """One engine per model, started at the same time, all stopped at the end. Logs go to `directory`."""
     engines: list[RunningEngine] = []
     try:
         for number, model in enumerate(models):
-            engines.append(_spawn(model, directory, number, transfer, tensor_parallel_size))
+            engines.append(_spawn(model, directory, number, transfer, tensor_parallel_size, lora_rank))
         deadline = time.monotonic() + START_SECONDS
         for engine in engines:
             _await_healthy(engine, deadline)
@@ -92,7 +103,9 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEng
         yield engines[0]
 
 
-def _spawn(model: Path, directory: Path, number: int, transfer: str, tensor_parallel_size: int) -> RunningEngine:
+def _spawn(
+    model: Path, directory: Path, number: int, transfer: str, tensor_parallel_size: int, lora_rank: int | None
+) -> RunningEngine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,6 +121,7 @@ def _spawn(model: Path, directory: Path, number: int, transfer: str, tensor_para
         max_num_batched_tokens=CONTEXT,
         tensor_parallel_size=tensor_parallel_size,
         transfer=transfer,
+        lora_rank=lora_rank,
         block_size=32,
         kv_cache_bytes=64 << 20,
         extra_arguments=("--enable-prompt-tokens-details",),

@@ -24,10 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_core.config import RunConfig
 from grpo_core.recipe import with_changes
-from grpo_core.refit.gloo import GlooTransfer
-from grpo_core.refit.ipc import IpcTransfer
-from grpo_core.refit.nccl import NcclTransfer
-from grpo_core.refit.transfer import Transfer
+from grpo_core.refit.backends import transfer_of
 from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.schedule.window import Window, last_step
 from grpo_core.training import PARENT, checkpoint
@@ -43,9 +40,6 @@ from storage.ledger import LedgerWriter, Totals, newest_footer
 from storage.objects import ObjectStore
 from storage.records import read_record
 from storage.trajectories import TrajectoryStore
-
-# vLLM's packed IPC buffer must hold the largest tensor, which is the embedding.
-IPC_BUFFER_BYTES = 2 << 30
 
 
 def main() -> None:
@@ -92,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
         cache=PartCache(trajectories),
         canary=tuple(described["canary"]),
         device=device,
-        transfer=_transfer(config) if first else None,
+        transfer=transfer_of(config, store, fence=fence.check) if first else None,
     )
     commands = None
     if first:
@@ -199,16 +193,6 @@ def _restore(store: ObjectStore, manifest: Manifest, policy: torch.nn.Module, op
     # With another number of ranks no state is anybody's; each rank then keeps its fresh seed.
     if len(states) == dist.get_world_size():
         checkpoint.restore_random_states(states[dist.get_rank()])
-
-
-def _transfer(config: RunConfig) -> Transfer:
-    match config.refit.backend:
-        case "gloo":
-            return GlooTransfer()
-        case "nccl":
-            return NcclTransfer()
-        case "ipc":
-            return IpcTransfer(IPC_BUFFER_BYTES)
 
 
 def _join_group(config: RunConfig) -> torch.device:
