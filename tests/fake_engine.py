@@ -104,6 +104,7 @@ class FakeEngine:
         self.adapters.clear()
         self._updating = False
         self._loop.call_soon_threadsafe(self._resumed.set)
+        self._loop.call_soon_threadsafe(self._admitting.set)
 
     @property
     def is_paused(self) -> bool:
@@ -117,6 +118,8 @@ class FakeEngine:
         self._stopped = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.0, access_log=None)
@@ -136,7 +139,7 @@ class FakeEngine:
         path = request.path
         body = await request.json() if request.can_read_body else {}
         self.calls.append(path)
-        self.bodies.append((path, body))
+        self.bodies.append((path, {**request.query, **body}))
         fault = self._fault(path)
         if fault is not None:
             if fault.kind == "delay":
@@ -159,8 +162,13 @@ class FakeEngine:
     async def _respond(
         self, path: str, request: web.Request, body: dict[str, Any], fault: Fault | None
     ) -> web.StreamResponse:
+        if path == "/pause" and request.query.get("mode") == "wait":
+            self._admitting.clear()
+            while self._running:
+                await asyncio.sleep(0.005)
         if path != GENERATE:
             return self._control(path, request, body)
+        await self._admitting.wait()
         if body.get("model") not in (None, "policy", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist.")
         return _json(_spoil(await self._generate(body), fault))
@@ -181,6 +189,7 @@ class FakeEngine:
                 return _json({"status": "paused"})
             case "/resume":
                 self._resumed.set()
+                self._admitting.set()
                 return _json({"status": "resumed"})
             case "/start_weight_update":
                 if self._updating:
