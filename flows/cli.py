@@ -18,7 +18,7 @@ from flows.assembly import Summary, log_directory, run_to_end, summarise
 from flows.control import LocalControl, Signals, Stopped
 from flows.dispatch import RunFailed
 from flows.doctor import examine
-from flows.engines import PoolFailed, responds
+from flows.engines import PoolFailed, pool_wish, responds
 from flows.live import LiveView
 from flows.policy import PolicyFailed, PolicyPreparation
 from flows.run import RunRefused, finished_run, open_store
@@ -41,6 +41,7 @@ from storage import layout
 from storage.checkpoints import committed
 from storage.errors import StorageError
 from storage.objects import ObjectStore
+from storage.pool import write_pool_wish
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -71,6 +72,7 @@ StorageOptions = Annotated[
     ),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name")]
+Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="An engine; may be given several times")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs")]
 Overrides = Annotated[
     list[str] | None,
@@ -307,6 +309,15 @@ def export(
             if status != 0:
                 raise child.failure()
         print(output)
+
+
+@app.command()
+def pool(
+    run_id: RunId, add: Urls = None, remove: Urls = None, root: Root = None, storage_options: StorageOptions = None
+) -> None:
+    """Let running engines into the pool of a run, or out of it, while it goes on; prints the number of the wish."""
+    with explained():
+        print(write_pool_wish(existing(run_id, root, storage_options), pool_wish(add or (), remove or ())))
 
 
 @app.command()

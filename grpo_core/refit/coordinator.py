@@ -62,7 +62,7 @@ class RefitResult:
     broken: tuple[BrokenEngine, ...]
     seconds: dict[str, float]
     canary: dict[str, float]
-    bytes: int
+    bytes: int = 0
 
 
 class RefitFailed(RuntimeError):
