@@ -59,6 +59,7 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
             return summarise(run.config, store, run.steps)
         router = Pool()
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
+        engines.heed_wishes(store)
         Pipeline(run, chat, engines, router, rewards, control, logs).finish(policy.initial, after=newest)
     return summarise(run.config, store, run.steps)
 

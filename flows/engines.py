@@ -120,7 +120,7 @@ class Engines:
     def watch(self, store: ObjectStore, attempt: int, live: RefitRecord | None) -> None:
         """One round: note who became ready, who died, what was wished for, and who carries the newest version by now.
         Raise PoolFailed."""
-        self._heed_wishes(store)
+        self.heed_wishes(store)
         left = self.probe()
         joined = {slot.name: slot.url for slot in self._slots if slot.serves and slot.name not in self._announced}
         for name, url in joined.items():
@@ -132,6 +132,17 @@ class Engines:
             self._announced = (self._announced | joined.keys()) - set(left)
         if live is not None:
             self._admit_late(store, live)
+
+    def heed_wishes(self, store: ObjectStore) -> None:
+        """Let engines in and out as people asked since the last time, or ever. `watch` does it too."""
+        wishes = read_pool_wishes(store, after=self._wishes - 1)
+        self._wishes += len(wishes)
+        for url, wanted in wished(wishes).items():
+            here = next((slot for slot in self._slots if slot.url == url), None)
+            if here is not None:
+                here.unwanted = not wanted
+            elif wanted:
+                self._add_external(url)
 
     def probe(self) -> list[str]:
         """Look after the engines alone; the names of those that are gone. Raise PoolFailed."""
@@ -186,17 +197,6 @@ class Engines:
             return False
         patience = time.monotonic() - EXTERNAL_SECONDS
         return all(slot.ready or (not slot.local and slot.started_at < patience) for slot in self._slots)
-
-    def _heed_wishes(self, store: ObjectStore) -> None:
-        """Let engines in and out as people asked since the last round."""
-        wishes = read_pool_wishes(store, after=self._wishes - 1)
-        self._wishes += len(wishes)
-        for url, wanted in wished(wishes).items():
-            here = next((slot for slot in self._slots if slot.url == url), None)
-            if here is not None:
-                here.unwanted = not wanted
-            elif wanted:
-                self._add_external(url)
 
     def _check_process(self, slot: Slot, now: float, left: list[str]) -> None:
         """Note the end of a local engine's process, and start the next one when its time has come."""

@@ -10,7 +10,8 @@ Invariants:
 - The newest adapters stay (a request may just be on its way to them), and so does every one that a request names.
 
 The engines need `--enable-lora`, a rank of at least the adapter's, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and the directory
-under the same path as the trainer.
+under the same path as the trainer. On CPUs vLLM 0.32 dies of a canary that shares an engine step with other requests
+once adapters are enabled (its LoRA kernel takes the scored tokens for requests): refit such engines while they are idle.
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ from grpo_core.config import RunConfig
 from storage.layout import CheckpointName
 from storage.objects import ObjectStore
 
-VERBS: dict[str, list[str]] = {"status": [], "ledger": [], "trace": ["3"], "report": [], "export": ["-o", "out"], "pool": ["--add", "http://a:1"]}
+VERBS: dict[str, list[str]] = {
+    "status": [],
+    "ledger": [],
+    "trace": ["3"],
+    "report": [],
+    "export": ["-o", "out"],
+    "pool": ["--add", "http://a:1"],
+}
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -245,8 +245,8 @@ def test_an_external_engine_that_a_refit_broke_is_refused_by_name_until_it_is_re
     made.engines.replace({"engine-1": "transfer: the link broke"})
     made.engines.replace({"engine-1": "transfer: the link broke"})
     assert sum("the link broke" in line and fakes[1].url in line for line in made.said) == 1
-    for _ in range(5):
-        made.round()
+    looks = fakes[1].calls.count("/metrics")
+    made.until(lambda: fakes[1].calls.count("/metrics") > looks + 3)
     assert "engine-1-1" not in made.joined()
     fakes[1].restart()
     made.until(lambda: "engine-1-1" in made.joined())
@@ -296,6 +296,21 @@ def test_engines_are_added_and_removed_while_the_run_goes_on(
     write_pool_wish(made.store, PoolWish(remove=tuple(fake.url for fake in fakes)))
     with pytest.raises(PoolFailed, match="was the last engine of the pool"):
         made.round()
+
+
+def test_a_continued_run_does_not_wait_for_an_engine_that_was_removed(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes[:1]))
+    write_pool_wish(made.store, PoolWish(add=(fakes[1].url,)))
+    write_pool_wish(made.store, PoolWish(remove=(fakes[0].url,)))
+    fakes[0].die()
+    made.engines.heed_wishes(made.store)
+    deadline = time.monotonic() + 20
+    while not made.engines.all_ready():
+        assert time.monotonic() < deadline
+        made.engines.probe()
+    made.until(lambda: made.joined() == ["engine-1"])
 
 
 @pytest.mark.parametrize(

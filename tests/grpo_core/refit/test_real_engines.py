@@ -93,13 +93,13 @@ def test_fifty_refits_stay_exact_and_leave_no_memory_behind(pool: Pool) -> None:
 
 
 def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_weights(pool: Pool) -> None:
-    model = pool.models["tied"]
+    model = pool.models["untied"]
     prompt = list(range(1, 13))
 
     async def straddle(weights: Any, canary: Canary, version: int) -> Turn:
         """A long request, and a refit as soon as the engine is at it."""
         async with aiohttp.ClientSession() as session:
-            client = EngineClient(pool.engines["tied"].url, session=session)
+            client = EngineClient(pool.engines["untied"].url, session=session)
             request = asyncio.create_task(
                 client.generate(
                     prompt,
@@ -114,7 +114,7 @@ def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_we
             )
             while not request.done() and (await client.metrics(deadline_seconds=10))["running"] < 1:
                 await asyncio.sleep(0.005)
-            engines = [pool.address("tied")]
+            engines = [pool.address("untied")]
             await asyncio.to_thread(
                 refit_weights, weights, engines, Stamp(2, version + 1), pool.transfer, SETTINGS, canary=canary
             )
@@ -123,7 +123,7 @@ def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_we
     # On a fast machine the request may end before the refit begins; then it is tried again with the next versions.
     for version in range(0, 20, 2):
         randomise(model, seed=10 + version)
-        pool.refit("tied", Stamp(2, version))
+        pool.refit("untied", Stamp(2, version))
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         randomise(model, seed=11 + version)
         turn = asyncio.run(straddle(weights_of(model), canary_of(model), version))
