@@ -34,6 +34,8 @@ __all__ = ["Engines", "PoolFailed", "carried_stamp", "engine_spec", "responds"]
 
 # Between two looks at an engine that is starting, and at one that serves.
 START_SECONDS, LOOK_SECONDS = 0.5, 2.0
+# Between two looks at the store for what people wish.
+WISH_SECONDS = 2.0
 # External engines run already: the trainer's start waits so long for one that does not answer, if another does.
 EXTERNAL_SECONDS = 30.0
 # Of all engines together: with the trainer's own before it, the whole run is gone within fifteen seconds.
@@ -59,6 +61,7 @@ class Engines:
         self._slots: list[Slot] = []
         self._numbers = 0
         self._wishes = 0
+        self._wishes_due = 0.0
         self._changes = 0
         self._late: tuple[str, int] = ("", 1)
         self._announced: set[str] = set()
@@ -120,7 +123,8 @@ class Engines:
     def watch(self, store: ObjectStore, attempt: int, live: RefitRecord | None) -> None:
         """One round: note who became ready, who died, what was wished for, and who carries the newest version by now.
         Raise PoolFailed."""
-        self.heed_wishes(store)
+        if time.monotonic() >= self._wishes_due:
+            self.heed_wishes(store)
         left = self.probe()
         joined = {slot.name: slot.url for slot in self._slots if slot.serves and slot.name not in self._announced}
         for name, url in joined.items():
@@ -137,6 +141,7 @@ class Engines:
         """Let engines in and out as people asked since the last time, or ever. `watch` does it too."""
         wishes = read_pool_wishes(store, after=self._wishes - 1)
         self._wishes += len(wishes)
+        self._wishes_due = time.monotonic() + WISH_SECONDS
         for url, wanted in wished(wishes).items():
             here = next((slot for slot in self._slots if slot.url == url), None)
             if here is not None:
@@ -286,12 +291,13 @@ class Engines:
 
     def _admit_late(self, store: ObjectStore, live: RefitRecord) -> None:
         """Admit engines that joined after the version went live, as the trainer's records name them."""
-        stamp, number = f"{live.attempt}.{live.version}", 1
-        if self._late[0] == stamp:
-            number = self._late[1]
-        known = {member.name for member in self._router.members()}
+        waiting = {member.name for member in self._router.members() if not member.admitted}
+        if not waiting:
+            return
+        stamp = f"{live.attempt}.{live.version}"
+        number = self._late[1] if self._late[0] == stamp else 1
         while (record := read_refit(store, live.attempt, live.version, number)) is not None:
-            for name in known.intersection(record.engines):
+            for name in waiting.intersection(record.engines):
                 self._router.admit(name)
             number += 1
         self._late = (stamp, number)

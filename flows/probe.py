@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from grpo_core.rollout.engine import parse_metrics
 from grpo_core.rollout.load import EngineLoad
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
 # Looks that run side by side. One takes milliseconds, or its deadlines when the engine hangs.
 MOST_LOOKS = 32
 

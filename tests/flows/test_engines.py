@@ -140,6 +140,7 @@ class Stage:
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.0)
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "WISH_SECONDS", 0.0)
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
 
 
