@@ -1,7 +1,7 @@
 """The instances of a run's environment, and one rollout's use of one of them.
 
-Invariants: at most environment.instances are in use; a group gets all its places or none, so that two groups never
-wait for each other's; an instance that failed, or was left in the middle of a call, is closed and never used again.
+Invariants: at most environment.instances are in use, or one group alone that is larger; a group gets all its places or
+none, so that two groups never wait for each other's; an instance that failed, or was left in the middle of a call, is closed and never used again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Episodes:
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._idle: list[Environment] = []
-        self._places = instances
+        self._instances = instances
+        self._in_use = 0
 
     @asynccontextmanager
     async def places(self, count: int, *, deadline_seconds: float) -> AsyncIterator[None]:
@@ -106,7 +107,7 @@ class Episodes:
             yield
         finally:
             with self._lock:
-                self._places += count
+                self._in_use -= count
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode]:
@@ -132,9 +133,9 @@ class Episodes:
 
     def _take(self, count: int) -> bool:
         with self._lock:
-            if self._places < count:
+            if self._in_use and self._in_use + count > self._instances:
                 return False
-            self._places -= count
+            self._in_use += count
             return True
 
     async def close(self) -> None:

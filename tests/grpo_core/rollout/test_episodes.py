@@ -117,8 +117,10 @@ async def test_groups_get_all_their_places_or_wait() -> None:
                 pass
         async with episodes.places(1, deadline_seconds=1):
             pass
-    async with episodes.places(4, deadline_seconds=1):
-        pass
+    async with episodes.places(9, deadline_seconds=1):
+        with pytest.raises(EnvironmentFailed):
+            async with episodes.places(1, deadline_seconds=0.2):
+                pass
 
 
 def test_an_environment_that_cannot_be_imported_is_refused_by_name() -> None:
