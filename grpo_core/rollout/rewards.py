@@ -71,6 +71,7 @@ class RewardWorkers:
         self._names = [source.function for source in config.functions]
         self._loop = asyncio.new_event_loop()
         self._closed = False
+        self._closing = threading.Lock()
         self._workers: list[RewardProcess] = []
         self._filling = asyncio.Lock()
         self._slots = asyncio.Semaphore(config.workers * config.groups_per_worker)
@@ -78,8 +79,7 @@ class RewardWorkers:
         self._calls: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="rewards")
         self._thread.start()
-        if self._names:
-            self._run(self._fill()).result(START_SECONDS)
+        self._run(self._fill()).result(START_SECONDS)
 
     def check(self) -> None:
         """Wait until every worker has imported the functions. Raise RewardError with the import's own words."""
@@ -94,7 +94,8 @@ class RewardWorkers:
         columns: dict[str, list[Any]],
     ) -> Future[Scores]:
         """Score one group of equally long lists. The future raises RewardError on an exception, a crash, the deadline or
-        after `close`; cancelling it gives the group up."""
+        after `close`; cancelling it gives the group up. Until it is its turn a group waits without a deadline, since
+        whoever is before it has one."""
         call = {
             "prompts": prompts,
             "completions": completions,
@@ -109,10 +110,13 @@ class RewardWorkers:
 
     def close(self) -> None:
         """End every worker; a call that is under way ends with RewardError, and so does every later one."""
-        if self._closed:
-            return
-        self._closed = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * END_SECONDS)
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            # Whatever was submitted before runs before this, and is ended by it.
+            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        ended.result(2 * END_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_SECONDS)
         self._loop.close()
@@ -124,12 +128,13 @@ class RewardWorkers:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        if self._closed:
-            work.close()
-            refused: Future[Any] = Future()
-            refused.set_exception(self._refusal())
-            return refused
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        refused: Future[Any] = Future()
+        refused.set_exception(self._refusal())
+        return refused
 
     def _refusal(self) -> RewardError:
         return RewardError(f"reward workers of {', '.join(self._names)} are closed; nothing is scored any more")
@@ -138,7 +143,7 @@ class RewardWorkers:
         async with self._filling:
             # One that takes no more calls ends by itself, after its last.
             self._workers = [worker for worker in self._workers if worker.takes_calls]
-            while len(self._workers) < self._config.workers:
+            while self._names and len(self._workers) < self._config.workers:
                 self._workers.append(await RewardProcess.start(self._config))
 
     async def _ready(self) -> None:
