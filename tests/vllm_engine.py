@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -48,12 +49,20 @@ class RunningEngine:
         self.process.wait(STOP_SECONDS)
 
 
-def write_tiny_qwen3(directory: Path, *, tied: bool, vocabulary_size: int = 128, hidden_size: int = 128) -> Path:
-    """A random Qwen3 of about 0.3M parameters with head_dim 32, which the CPU engine needs. Returns `directory`."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def write_tiny_model(
+    directory: Path,
+    family: Literal["llama", "qwen2", "qwen3"],
+    *,
+    tied: bool,
+    vocabulary_size: int = 128,
+    hidden_size: int = 128,
+) -> Path:
+    """A random model of about 0.3M parameters with head_dim 32, which the CPU engine needs. Returns `directory`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocabulary_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -67,7 +76,7 @@ def write_tiny_qwen3(directory: Path, *, tied: bool, vocabulary_size: int = 128,
         bos_token_id=None,
         pad_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)  # type: ignore[no-untyped-call]
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return directory
 
 
@@ -98,7 +107,7 @@ def running_engines(
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """One engine for the whole test session: a tiny Qwen3 with an untied head, vocabulary 128, context 2048."""
     directory = tmp_path_factory.mktemp("vllm")
-    model = write_tiny_qwen3(directory / "model", tied=False)
+    model = write_tiny_model(directory / "model", "qwen3", tied=False)
     with running_engines([model], directory) as engines:
         yield engines[0]
 

@@ -150,7 +150,8 @@ class ExternalPool(Section):
 
     kind: Literal["external"] = "external"
     urls: tuple[Annotated[str, Field(pattern=r"^https?://")], ...] = Field(
-        min_length=1, description="Addresses of the engines"
+        min_length=1,
+        description="Addresses of the engines; the key of their generation routes is VLLM_API_KEY of the environment",
     )
     start_timeout_seconds: float = Field(
         600, gt=0, description="Longest time for an engine to answer, and for a request to wait for one"

@@ -25,7 +25,7 @@ from grpo_core.rollout.engine import EngineClient
 from grpo_core.rollout.wire import InvalidGeneration
 from grpo_core.trajectory import Stamp, Turn
 from tests.grpo_core.refit.real import SETTINGS, Sampling, canary_of, logprobs_of, randomise, weights_of
-from tests.vllm_engine import RunningEngine, running_engines, write_tiny_qwen3
+from tests.vllm_engine import RunningEngine, running_engines, write_tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -54,11 +54,12 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(vllm_engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """The shared engine (untied) and one of this module's own (tied, two workers), which the last test kills."""
+    """The shared engine (Qwen3, untied) and one of this module's own (Llama, tied, two workers), which the last test
+    kills."""
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("engines")
-    model = write_tiny_qwen3(directory / "model", tied=True)
+    model = write_tiny_model(directory / "model", "llama", tied=True)
     with running_engines([model], directory, tensor_parallel_size=2) as own:
         engines = {"tied": own[0], "untied": vllm_engine}
         models = {

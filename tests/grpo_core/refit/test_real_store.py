@@ -21,7 +21,7 @@ from grpo_core.trajectory import Stamp, Turn
 from storage import layout
 from storage.objects import ObjectStore
 from tests.grpo_core.refit.real import SETTINGS, Sampling, canary_of, logprobs_of, randomise, weights_of
-from tests.vllm_engine import RunningEngine, running_engines, write_tiny_qwen3
+from tests.vllm_engine import RunningEngine, running_engines, write_tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +56,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("store")
-    path = write_tiny_qwen3(directory / "model", tied=True)
+    path = write_tiny_model(directory / "model", "qwen2", tied=True)
     with running_engines([path], directory, transfer="store", lora_rank=RANK) as engines:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         store = ObjectStore.open(str(directory / "run"))
