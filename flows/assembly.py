@@ -4,7 +4,9 @@ Invariant: whatever goes wrong, every process started here has ended when `run_t
 refused is refused before anything is started.
 """
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import asyncio
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +15,12 @@ from flows.engines import Engines
 from flows.evaluate import Evaluation, read_evaluations
 from flows.pipeline import Pipeline
 from flows.policy import PolicyPreparation
-from flows.run import Run, check_owner, finished_at, open_run, open_store
+from flows.run import Run, RunRefused, check_owner, finished_at, open_run, open_store
 from grpo_core.config import RunConfig, StreamData
 from grpo_core.prompts import Prompts, PromptStream, load_splits
 from grpo_core.refit.canary import canary_tokens
 from grpo_core.rollout.chat import Chat
+from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import RewardWorkers
 from grpo_core.streaming import StreamedPrompts
@@ -55,14 +58,29 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
         canary = canary_tokens((chat.render(row.messages) for row in splits.train), config.model.context_length)
         # Before the run is recorded, because a recorded run could not be continued with another function.
         rewards.check()
+        router = Pool()
+        generator = stack.enter_context(rollout_generator(config, chat, router, rewards))
         run = open_run(config, store, splits, tokenizer_digest=chat.digest(), canary=canary)
         if finished_at(run.config, store, run.window) is not None:
             return summarise(run.config, store)
-        router = Pool()
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
+        engines.heed_wishes(store)
         prompts = stack.enter_context(prompt_stream(run))
-        Pipeline(run, prompts, chat, engines, router, rewards, control, logs).finish(policy.initial, after=newest)
+        Pipeline(run, prompts, generator, engines, router, control, logs).finish(policy.initial, after=newest)
     return summarise(run.config, store)
+
+
+@contextmanager
+def rollout_generator(config: RunConfig, chat: Chat, router: Pool, rewards: RewardWorkers) -> Iterator[Generator]:
+    """What makes rollouts, with its tools and environment. Raise RunRefused when one of them cannot be imported."""
+    try:
+        generator = Generator(config, chat, router, rewards)
+    except ValueError as error:
+        raise RunRefused(f"the rollouts of run {config.run_id} cannot be made: {error}") from error
+    try:
+        yield generator
+    finally:
+        asyncio.run(generator.close())
 
 
 def prompt_stream(run: Run) -> AbstractContextManager[Prompts]:

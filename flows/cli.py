@@ -15,7 +15,7 @@ from rich.console import Console
 from flows.assembly import Summary, summarise
 from flows.collection import collect_garbage, render_collection
 from flows.doctor import examine
-from flows.engines import PoolFailed
+from flows.engines import PoolFailed, pool_wish
 from flows.export import export_checkpoint, policy_of
 from flows.launch import train_locally, train_with_prefect
 from flows.pipeline import RunFailed
@@ -43,6 +43,7 @@ from grpo_core.schedule.tolerance import TooManyFailures
 from storage import layout
 from storage.errors import StorageError
 from storage.objects import ObjectStore
+from storage.pool import write_pool_wish
 
 QUICKSTART = Path("deployments/recipes/quickstart.yaml")
 
@@ -69,6 +70,7 @@ StorageOptions = Annotated[
     ),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name")]
+Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="An engine; may be given several times")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs")]
 Overrides = Annotated[
     list[str] | None,
@@ -247,6 +249,15 @@ def export(
         store = existing(run_id, root, storage_options)
         export_checkpoint(store, run_id, output, step, parse_storage_options(storage_options))
         print(output)
+
+
+@app.command()
+def pool(
+    run_id: RunId, add: Urls = None, remove: Urls = None, root: Root = None, storage_options: StorageOptions = None
+) -> None:
+    """Let running engines into the pool of a run, or out of it, while it goes on; prints the number of the wish."""
+    with explained():
+        print(write_pool_wish(existing(run_id, root, storage_options), pool_wish(add or (), remove or ())))
 
 
 @app.command()

@@ -1,55 +1,51 @@
 """The pool's engines as the flow sees them: started, watched, replaced, and announced to the trainer.
 
 Invariants: an engine process has a name that is never used again; the trainer learns of every join and leave from
-numbered records; an engine gets requests only once it carries the newest live version; an engine that dies is replaced
-within its budget of restarts, and beyond it the run fails with the engine's last lines.
+numbered records; an engine gets requests only once a refit record of the newest live version names it, which is after
+the canary. A local engine that dies, falls silent or breaks in a refit is replaced, later each time, within its budget;
+beyond it the run fails with the engine's last lines. An external one leaves the pool and comes back, under a new name,
+when it answers again without the weights it had; the run fails when no engine is left that could serve.
 """
 
-import http.client
-import json
 import os
+import re
 import sys
 import time
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from flows.control import Control
+from flows.probe import Look, Prober, carried_stamp, responds
+from flows.slots import Slot, engine_spec, restart_delay
 from flows.supervise import Child, Command
 from grpo_core.config import LOOPBACK, ExternalPool, LocalPool, RunConfig
 from grpo_core.ports import free_port, port_is_free
-from grpo_core.rollout.launch import EngineSpec, engine_command
-from grpo_core.rollout.pool import Pool
+from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
+from grpo_core.rollout.launch import engine_command
+from grpo_core.rollout.load import next_limit, pool_metrics
+from grpo_core.rollout.pool import InFlight, Pool
+from grpo_core.rollout.wire import API_KEY_VARIABLE
 from storage.objects import ObjectStore
-from storage.pool import PoolChange, RefitRecord, write_pool_change
+from storage.pool import PoolChange, PoolWish, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
 
-PROBE_SECONDS = 0.5
+__all__ = ["Engines", "PoolFailed", "carried_stamp", "engine_spec", "responds"]
+
+# Between two looks at an engine that is starting, and at one that serves.
+START_SECONDS, LOOK_SECONDS = 0.5, 2.0
+# Between two looks at the store for what people wish.
+WISH_SECONDS = 2.0
+# External engines run already: the trainer's start waits so long for one that does not answer, if another does.
+EXTERNAL_SECONDS = 30.0
 # Of all engines together: with the trainer's own before it, the whole run is gone within fifteen seconds.
 GRACE_SECONDS = 3.0
-CPU_KV_CACHE_BYTES = 256 << 20
-# vLLM on CPU takes whole pages of 32 tokens; a larger page would never be shared by short prompts.
-CPU_BLOCK_TOKENS = 32
+ABORT_SECONDS = 10.0
+ENGINE_URL = re.compile(r"https?://[^/\s]+")
 
 
 class PoolFailed(RuntimeError):
     """The pool cannot serve; the message names the engine and shows its last lines."""
-
-
-@dataclass(slots=True)
-class Slot:
-    """The place of one engine in the pool; processes come and go in it."""
-
-    number: int
-    url: str
-    name: str
-    child: Child | None = None
-    started_at: float = 0.0
-    ready: bool = False
-    restarts: int = 0
-    probed_at: float = 0.0
-    broken: str | None = None
 
 
 class Engines:
@@ -61,27 +57,43 @@ class Engines:
         self._logs = logs
         self._router = router
         self._control = control
+        self._prober = Prober()
         self._slots: list[Slot] = []
+        self._numbers = 0
+        self._wishes = 0
+        self._wishes_due = 0.0
         self._changes = 0
+        self._late: tuple[str, int] = ("", 1)
         self._announced: set[str] = set()
+        self._aborted: set[str] = set()
 
     def start(self) -> None:
         """Start the local engines, or take the external ones as they are. Does not wait for them."""
         pool = self._config.pool
         if isinstance(pool, ExternalPool):
-            self._slots = [Slot(number, url, f"engine-{number}") for number, url in enumerate(pool.urls)]
-            for slot in self._slots:
-                slot.started_at = time.monotonic()
+            for url in pool.urls:
+                self._add_external(url)
             return
         if pool.host not in LOOPBACK:
+            key = (
+                ""
+                if os.environ.get(API_KEY_VARIABLE)
+                else f", and so are the others while {API_KEY_VARIABLE} is not set"
+            )
             self._control.warn(
-                f"pool.host={pool.host}: the engines' control routes have no authentication and are now open to that network"
+                f"pool.host={pool.host}: the engines' control routes have no authentication and are now open to that network{key}"
             )
         for number in range(pool.engines):
             port = pool.port + number if pool.port else free_port(pool.host)
-            slot = Slot(number, f"http://{pool.host}:{port}", f"engine-{number}")
+            slot = Slot(number, f"http://{pool.host}:{port}", f"engine-{number}", local=True)
             self._slots.append(slot)
             self._launch(slot, pool, port)
+        self._numbers = pool.engines
+
+    def _add_external(self, url: str) -> None:
+        name = f"engine-{self._numbers}"
+        self._slots.append(Slot(self._numbers, url.rstrip("/"), name, started_at=time.monotonic()))
+        self._numbers += 1
 
     def _launch(self, slot: Slot, pool: LocalPool, port: int) -> None:
         if not port_is_free(pool.host, port):
@@ -99,115 +111,196 @@ class Engines:
                 grace_seconds=GRACE_SECONDS,
             )
         )
-        slot.started_at, slot.ready = time.monotonic(), False
+        slot.started_at = time.monotonic()
         self._control.watch(slot.name, slot.child.poll)
 
     def begin_attempt(self) -> None:
         """Membership records are per attempt: a new one announces every ready engine again."""
         self._changes = 0
+        self._late = ("", 1)
         self._announced.clear()
 
     def watch(self, store: ObjectStore, attempt: int, live: RefitRecord | None) -> None:
-        """One round: note who became ready, who died, and who carries the newest version by now. Raise PoolFailed."""
-        joined: dict[str, str] = {}
+        """One round: note who became ready, who died, what was wished for, and who carries the newest version by now.
+        Raise PoolFailed."""
+        if time.monotonic() >= self._wishes_due:
+            self.heed_wishes(store)
         left = self.probe()
-        for slot in self._slots:
-            if slot.ready and slot.name not in self._announced:
-                joined[slot.name] = slot.url
-                self._router.join(slot.name, slot.url)
+        joined = {slot.name: slot.url for slot in self._slots if slot.serves and slot.name not in self._announced}
+        for name, url in joined.items():
+            self._router.join(name, url)
+        left = [name for name in left if name in self._announced]
         if joined or left:
-            write_pool_change(
-                store,
-                attempt,
-                self._changes,
-                PoolChange(joined, tuple(name for name in left if name in self._announced)),
-            )
+            write_pool_change(store, attempt, self._changes, PoolChange(joined, tuple(left)))
             self._changes += 1
             self._announced = (self._announced | joined.keys()) - set(left)
         if live is not None:
-            self._admit_late(live)
+            self._admit_late(store, live)
+
+    def heed_wishes(self, store: ObjectStore) -> None:
+        """Let engines in and out as people asked since the last time, or ever. `watch` does it too."""
+        wishes = read_pool_wishes(store, after=self._wishes - 1)
+        self._wishes += len(wishes)
+        self._wishes_due = time.monotonic() + WISH_SECONDS
+        for url, wanted in wished(wishes).items():
+            here = next((slot for slot in self._slots if slot.url == url), None)
+            if here is not None:
+                here.unwanted = not wanted
+            elif wanted:
+                self._add_external(url)
 
     def probe(self) -> list[str]:
-        """Look after the processes alone; the names of those that died and were replaced. Raise PoolFailed."""
-        left: list[str] = []
+        """Look after the engines alone; the names of those that are gone. Raise PoolFailed."""
+        now, left = time.monotonic(), list[str]()
         for slot in list(self._slots):
-            self._check_alive(slot, left)
-        for slot in self._slots:
-            if not slot.ready and time.monotonic() - slot.probed_at > PROBE_SECONDS:
-                self._probe(slot)
+            if slot.unwanted:
+                self._let_go(slot, left)
+                continue
+            if slot.local:
+                self._check_process(slot, now, left)
+            if slot.child is not None or not slot.local:
+                answer = self._prober.ask(slot.name, slot.url, LOOK_SECONDS if slot.ready else START_SECONDS)
+                if answer is not None:
+                    self._hear(slot, answer, now, left)
+                self._check_silence(slot, now, left)
         return left
 
     def replace(self, broken: Mapping[str, str]) -> None:
-        """Kill engines that a refit broke (name → how); the next round starts new ones. Raise PoolFailed."""
+        """Take engines that a refit broke (name → how) out of the pool; the next round starts new ones. Raise PoolFailed."""
         for slot in self._slots:
             if slot.name not in broken or slot.broken is not None:
                 continue
             slot.broken = broken[slot.name]
-            if slot.child is None:
-                raise PoolFailed(
-                    f"external engine {slot.url} failed a refit ({slot.broken}) and holds unknown weights; "
-                    "restart it and run the same command again"
-                )
-            slot.child.stop()
-
-    def _check_alive(self, slot: Slot, left: list[str]) -> None:
-        if slot.child is None or slot.child.poll() is None:
-            return
-        pool = self._config.pool
-        assert isinstance(pool, LocalPool)
-        failure = f"{slot.name} broke in a refit: {slot.broken}" if slot.broken else str(slot.child.failure())
-        slot.child.stop()
-        if not slot.ready:
-            raise PoolFailed(f"the engine died while it was starting: {failure}")
-        if slot.restarts >= pool.max_restarts:
-            raise PoolFailed(
-                f"engine {slot.number} was lost {slot.restarts + 1} times, more than "
-                f"pool.max_restarts={pool.max_restarts} allows: {failure}"
-            )
-        self._control.warn(f"{failure}\nIt is started again.")
-        left.append(slot.name)
-        self._router.leave(slot.name)
-        port = free_port(pool.host)
-        restarts = slot.restarts + 1
-        renewed = replace(
-            slot,
-            name=f"engine-{slot.number}-{restarts}",
-            url=f"http://{pool.host}:{port}",
-            restarts=restarts,
-            child=None,
-            broken=None,
-        )
-        self._slots[slot.number] = renewed
-        self._launch(renewed, pool, port)
-
-    def _probe(self, slot: Slot) -> None:
-        slot.probed_at = time.monotonic()
-        if responds(f"{slot.url}/health"):
-            slot.ready = True
-        elif slot.probed_at - slot.started_at > self._config.pool.start_timeout_seconds:
-            shown = "" if slot.child is None else f"; its last lines are:\n{slot.child.tail()}"
-            raise PoolFailed(
-                f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={self._config.pool.start_timeout_seconds:g}{shown}"
-            )
-
-    def _admit_late(self, live: RefitRecord) -> None:
-        """Admit engines that joined after the version went live, once they say that they carry it.
-
-        An engine that a refit broke may say so too: it says what it was told, not what it holds.
-        """
-        stamp = f"{live.attempt}.{live.version}"
-        waiting = {member.name for member in self._router.members() if not member.admitted} - set(live.engines)
-        for slot in self._slots:
-            if slot.name not in waiting or slot.broken is not None:
+            self._router.leave(slot.name)
+            if slot.child is not None:
+                slot.child.stop()
                 continue
-            if time.monotonic() - slot.probed_at > PROBE_SECONDS:
-                slot.probed_at = time.monotonic()
-                if carried_stamp(slot.url) == stamp:
-                    self._router.admit(slot.name)
+            refusal = (
+                f"external engine {slot.url} failed a refit ({slot.broken}) and holds unknown weights; "
+                "it gets no request until it has been restarted"
+            )
+            if not any(other.serves for other in self._slots):
+                raise PoolFailed(f"{refusal}, and no other engine is left; restart it and run the same command again")
+            self._control.warn(refusal)
+
+    def cancel_begun_before(self, version: int) -> None:
+        """End the requests of rollouts that began under an older version, because their groups can no longer be admitted."""
+        overdue = {request.request_id: request for request in self._router.begun_before(version)}
+        for name in overdue.keys() - self._aborted:
+            self._prober.run(partial(abort, overdue[name]))
+        self._aborted = set(overdue)
+
+    def metrics(self) -> dict[str, float]:
+        """The pool's numbers for the run's metrics, from the last look at each engine."""
+        looks = [(slot.load, slot.load_before) for slot in self._slots if slot.load and slot.load_before]
+        serving = sum(member.admitted for member in self._router.members())
+        return {"pool/engines": float(serving), "pool/queued": float(self._router.waiting())} | pool_metrics(looks)
 
     def all_ready(self) -> bool:
-        """Whether every engine has answered since it was last started."""
-        return all(slot.ready for slot in self._slots)
+        """Whether every engine has answered since it was last started, but for external ones that take too long."""
+        if not any(slot.ready for slot in self._slots):
+            return False
+        patience = time.monotonic() - EXTERNAL_SECONDS
+        return all(slot.ready or (not slot.local and slot.started_at < patience) for slot in self._slots)
+
+    def _check_process(self, slot: Slot, now: float, left: list[str]) -> None:
+        """Note the end of a local engine's process, and start the next one when its time has come."""
+        pool = self._config.pool
+        assert isinstance(pool, LocalPool)
+        if slot.child is None:
+            if now >= slot.restart_at:
+                self._launch(slot, pool, int(slot.url.rpartition(":")[2]))
+            return
+        if slot.child.poll() is None:
+            return
+        failure = f"{slot.name} broke in a refit: {slot.broken}" if slot.broken else str(slot.child.failure())
+        slot.child.stop()
+        if not slot.ready and slot.lives == 0:
+            raise PoolFailed(f"the engine died while it was starting: {failure}")
+        self._lost(slot, failure, now, left)
+
+    def _lost(self, slot: Slot, failure: str, now: float, left: list[str]) -> None:
+        """Make room for the next process of a local engine."""
+        pool = self._config.pool
+        assert isinstance(pool, LocalPool)
+        losses = slot.losses_by(now) + 1
+        if losses > pool.max_restarts:
+            raise PoolFailed(
+                f"engine {slot.number} was lost {losses} times, more than pool.max_restarts={pool.max_restarts} allows: {failure}"
+            )
+        delay = restart_delay(losses)
+        self._control.warn(f"{failure}\nIt is started again in {delay:g} s.")
+        self._leave(slot, left)
+        slot.renew(f"http://{pool.host}:{free_port(pool.host)}", losses=losses, restart_at=now + delay)
+
+    def _hear(self, slot: Slot, answer: Look, now: float, left: list[str]) -> None:
+        """Take in what an engine said."""
+        if not answer.healthy:
+            slot.seen_away = True
+            return
+        if slot.has_lost_weights(answer.stamp) or (slot.broken is not None and slot.seen_away):
+            if not slot.local:
+                self._control.warn(f"{slot.name} at {slot.url} was restarted and has lost its weights; it joins again")
+                self._leave(slot, left)
+                slot.renew(slot.url, started_at=now)
+            return
+        slot.hear(answer, now)
+        if slot.load is not None and slot.load_before is not None:
+            member = next((member for member in self._router.members() if member.name == slot.name), None)
+            if member is not None:
+                least = self._config.grpo.num_generations_per_prompt
+                limit = next_limit(member.limit, slot.load, slot.load_before, in_flight=member.load, least=least)
+                self._router.limit(slot.name, limit)
+
+    def _let_go(self, slot: Slot, left: list[str]) -> None:
+        """An engine that is not wanted any more leaves; what it is at is made again elsewhere if it is a local one."""
+        self._leave(slot, left)
+        self._slots.remove(slot)
+        if slot.child is not None:
+            slot.child.stop()
+        if not self._slots:
+            raise PoolFailed(f"{slot.name} at {slot.url} was the last engine of the pool; add one before you remove it")
+
+    def _check_silence(self, slot: Slot, now: float, left: list[str]) -> None:
+        """Give up an engine that does not answer."""
+        pool = self._config.pool
+        if slot.ready and now - slot.heard_at > pool.health_timeout_seconds:
+            silence = (
+                f"{slot.name} at {slot.url} was silent for pool.health_timeout_seconds={pool.health_timeout_seconds:g}"
+            )
+            if slot.child is not None:
+                slot.child.stop()
+                self._lost(slot, silence, now, left)
+                return
+            self._control.warn(f"{silence}; it joins again when it answers")
+            self._leave(slot, left)
+            slot.renew(slot.url, started_at=now)
+        elif not slot.ready and not slot.overdue and now - slot.started_at > pool.start_timeout_seconds:
+            slot.overdue = True
+            shown = "" if slot.child is None else f"; its last lines are:\n{slot.child.tail()}"
+            late = f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={pool.start_timeout_seconds:g}{shown}"
+            if slot.local or not any(other.serves for other in self._slots):
+                raise PoolFailed(late)
+            self._control.warn(f"{late}; the run goes on without it")
+
+    def _leave(self, slot: Slot, left: list[str]) -> None:
+        """The process that has this name is no longer of the pool."""
+        left.append(slot.name)
+        self._router.leave(slot.name)
+        self._prober.forget(slot.name)
+
+    def _admit_late(self, store: ObjectStore, live: RefitRecord) -> None:
+        """Admit engines that joined after the version went live, as the trainer's records name them."""
+        waiting = {member.name for member in self._router.members() if not member.admitted}
+        if not waiting:
+            return
+        stamp = f"{live.attempt}.{live.version}"
+        number = self._late[1] if self._late[0] == stamp else 1
+        while (record := read_refit(store, live.attempt, live.version, number)) is not None:
+            for name in waiting.intersection(record.engines):
+                self._router.admit(name)
+            number += 1
+        self._late = (stamp, number)
 
     def __enter__(self) -> "Engines":
         with ExitStack() as on_failure:
@@ -221,6 +314,7 @@ class Engines:
 
     def _stop(self) -> None:
         """End all of them by one deadline. One that cannot be ended keeps none of the others."""
+        self._prober.close()
         children = [slot.child for slot in self._slots if slot.child is not None]
         deadline = time.monotonic() + GRACE_SECONDS
         for child in children:
@@ -230,45 +324,22 @@ class Engines:
                 all_stopped.callback(child.stop, deadline)
 
 
-def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, port: int) -> EngineSpec:
-    """What to start for engine `number`. Pure."""
-    on_cpu = pool.device == "cpu"
-    return EngineSpec(
-        model=str(policy),
-        host=pool.host,
-        port=port,
-        device=pool.device,
-        dtype=config.model.dtype,
-        # Engines with one seed would draw the same noise for requests without their own.
-        seed=1000 * config.seed + number,
-        max_model_len=config.model.context_length,
-        max_num_seqs=pool.max_num_seqs,
-        max_num_batched_tokens=max(pool.max_num_batched_tokens, config.model.context_length),
-        tensor_parallel_size=pool.tensor_parallel_size,
-        transfer=config.refit.backend,
-        block_size=CPU_BLOCK_TOKENS if on_cpu else None,
-        kv_cache_bytes=pool.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
-        gpu_memory_utilization=None if on_cpu else pool.gpu_memory_utilization,
-        gpus=pool.gpus[number] if pool.gpus else (),
-        enforce_eager=pool.enforce_eager,
-        extra_arguments=pool.extra_arguments,
-        extra_environment=(("OMP_NUM_THREADS", str(pool.threads)), ("HF_HUB_OFFLINE", "1")) if on_cpu else (),
-    )
+def pool_wish(add: Sequence[str], remove: Sequence[str]) -> PoolWish:
+    """A wish for engines by URL. Raise PoolFailed for one that says nothing, or that no engine could have."""
+    add, remove = (tuple(url.rstrip("/") for url in urls) for urls in (add, remove))
+    for url in (*add, *remove):
+        if not ENGINE_URL.fullmatch(url):
+            raise PoolFailed(f"{url!r} is not the address of an engine; give it as http://host:port")
+    if not add and not remove:
+        raise PoolFailed("no engine is named; give its URL to --add or to --remove")
+    if both := sorted(set(add) & set(remove)):
+        raise PoolFailed(f"{both[0]} cannot be added and removed at once; give it to --add or to --remove")
+    return PoolWish(add, remove)
 
 
-def responds(url: str) -> bool:
-    """Whether a GET answers 200 within a moment."""
+def abort(request: InFlight) -> None:
+    """End a request on its engine. One that cannot be reached ends it by itself, or by its deadline."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
-
-
-def carried_stamp(url: str) -> str | None:
-    """The version an engine says it carries; None when it gives no answer that says so."""
-    try:
-        with urllib.request.urlopen(f"{url}/weight_info", timeout=2) as answer:
-            return str(json.load(answer)["weight_version"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return None  # it is dying, or not an engine any more; its process or the next refit tells
+        EngineControl(EngineAddress(request.engine, request.url)).abort([request.request_id], ABORT_SECONDS)
+    except ControlError:
+        return

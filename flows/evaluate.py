@@ -14,10 +14,10 @@ from typing import Any, Literal
 import aiohttp
 
 from grpo_core.prompts import Row
-from grpo_core.rollout.chat import ChatError
-from grpo_core.rollout.group import Generator, RolloutFailed, derived_seed
-from grpo_core.rollout.rewards import RewardError
-from grpo_core.trajectory import Turn
+from grpo_core.rollout.episodes import EnvironmentFailed
+from grpo_core.rollout.group import Generator, RolloutFailed, Task
+from grpo_core.rollout.rewards import RewardError, Scores
+from grpo_core.trajectory import Prompt, Rollout
 from storage import layout, schema
 from storage.objects import ObjectStore
 
@@ -85,22 +85,26 @@ async def _sample(
     async def one(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         try:
             return await scored(request, session)
-        except (ChatError, RolloutFailed, RewardError) as error:
+        except (EnvironmentFailed, RolloutFailed, RewardError) as error:
             # One prompt that cannot be answered or scored must not cost the run its evaluation.
             return [_unscored(rows[request.index], request, version, f"{type(error).__name__}: {error}")]
 
     async def scored(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """The records of one request; at most REQUESTS_IN_FLIGHT of them are with the engines at a time."""
+        config, row = generator.config, rows[request.index]
+        task = Task(
+            prompt=Prompt(request.index, 0, request.index, row.messages, row.columns),
+            session=session,
+            name=f"{config.run_id}-evaluation-{version}-{request.mode}-{request.index}",
+            seeds=(config.seed, SEED_SPACE, request.index),
+            temperature=config.sampling.temperature if request.mode == "sampled" else 0.0,
+        )
         async with places:
-            turns = await generator.siblings(
-                generator.chat.render(rows[request.index].messages),
-                request.count,
-                session,
-                request_id=f"{generator.config.run_id}-evaluation-{version}-{request.mode}-{request.index}",
-                seed=derived_seed(generator.config.seed, SEED_SPACE, request.index),
-                temperature=generator.config.sampling.temperature if request.mode == "sampled" else 0.0,
-            )
-        return await asyncio.to_thread(_records, generator, rows[request.index], request, turns, version)
+            outcomes = await generator.rollouts(task, request.count)
+        if failure := next((outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)), None):
+            raise failure
+        rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+        return _records(row, request, rollouts, await generator.score(task.prompt, rollouts), version)
 
     async with aiohttp.ClientSession() as session:
         answers = await asyncio.gather(*(one(request, session) for request in wanted))
@@ -108,15 +112,8 @@ async def _sample(
 
 
 def _records(
-    generator: Generator, row: Row, request: Request, turns: Sequence[Turn], version: int
+    row: Row, request: Request, rollouts: Sequence[Rollout], scores: Scores, version: int
 ) -> list[dict[str, Any]]:
-    texts = [generator.chat.text(turn.output_ids) for turn in turns]
-    scores = generator.rewards.score(
-        prompts=[row.messages] * len(turns),
-        completions=[[{"role": "assistant", "content": text}] for text in texts],
-        completion_ids=[turn.output_ids for turn in turns],
-        columns={name: [value] * len(turns) for name, value in row.columns.items()},
-    )
     return [
         {
             "version": version,
@@ -124,11 +121,11 @@ def _records(
             "mode": request.mode,
             "reward": None if math.isnan(reward) else reward,
             "prompt": json.dumps(row.messages),
-            "completion": text,
-            "tokens": len(turn.output_ids),
-            "finish_reason": turn.finish_reason,
+            "completion": rollout.messages[-1]["content"],
+            "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
+            "finish_reason": rollout.finish_reason,
         }
-        for turn, text, reward in zip(turns, texts, scores.rewards, strict=True)
+        for rollout, reward in zip(rollouts, scores.rewards, strict=True)
     ]
 
 

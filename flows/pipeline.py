@@ -28,10 +28,8 @@ from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
 from flows.supervise import Child, ChildFailed
 from flows.trainer import gave_up, start_trainer, trainer_failure
 from grpo_core.prompts import Prompts
-from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.group import Generator
-from grpo_core.rollout.pool import Pool
-from grpo_core.rollout.rewards import RewardWorkers
+from grpo_core.rollout.pool import NoEngine, Pool
 from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.attempts import AttemptClaim, Fence
@@ -68,10 +66,9 @@ class Pipeline:
         self,
         run: Run,
         prompts: Prompts,
-        chat: Chat,
+        generator: Generator,
         engines: Engines,
         router: Pool,
-        rewards: RewardWorkers,
         control: Control,
         logs: Path,
     ) -> None:
@@ -82,7 +79,7 @@ class Pipeline:
         self._router = router
         self._logs = logs
         self._prompts = prompts
-        self._generator = Generator(run.config, chat, router, rewards)
+        self._generator = generator
         self._meter = Meter()
         self._began = time.monotonic()
         self._shown = 0.0
@@ -215,6 +212,9 @@ class Pipeline:
         live = attempt.leasing.live
         if live is not None and Stamp(live.attempt, live.version) != self._router.stamp:
             self._router.live(Stamp(live.attempt, live.version), live.engines)
+        if self._run.window.stale_policy == "drop":
+            # Their groups would only be returned; the engines have better things to do.
+            self._engines.cancel_begun_before(self._run.window.oldest_version(attempt.leasing.steps_done + 1))
 
     def _replace_broken(self, attempt: Attempt) -> None:
         """Engines that the trainer found broken in a refit must not be used again."""
@@ -249,9 +249,13 @@ class Pipeline:
             attempt.evaluation = self._control.evaluate(version, work)
         if not attempt.evaluation.done():
             return True
-        self._control.say(attempt.evaluation.result().line())
+        finished, attempt.evaluation = attempt.evaluation, None
+        try:
+            self._control.say(finished.result().line())
+        except NoEngine as outage:
+            self._control.warn(f"the evaluation of version {version} begins again: {outage}")
+            return True
         self._evaluated.add(version)
-        attempt.evaluation = None
         return False
 
     def _show(self, attempt: Attempt | None, phase: str) -> None:
@@ -299,7 +303,7 @@ class Pipeline:
             buffered=counts.buffered if counts is not None else 0,
             eta_seconds=None if pace is None else pace * (steps - step),
             elapsed_seconds=moment - self._began,
-            metrics=self._history[-1] if self._history else {},
+            metrics=(self._history[-1] if self._history else {}) | self._engines.metrics(),
             history=tuple(self._history),
         )
 

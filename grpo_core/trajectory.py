@@ -71,7 +71,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A finished conversation, before reward."""
+    """A finished conversation, before reward. The first `opening_messages` messages were its prompt;
+    `environment_reward` is None where no environment gave one."""
 
     index: int
     turns: list[Turn]
@@ -82,6 +83,8 @@ class Rollout:
     tool_failures: int = 0
     tool_seconds: float = 0.0
     error: str | None = None
+    opening_messages: int = 0
+    environment_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

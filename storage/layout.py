@@ -206,6 +206,11 @@ def pool_change(attempt: int, change: int) -> str:
     return f"{pool_prefix(attempt)}change-{_number(change, 6)}.json"
 
 
+def pool_wish(wish: int) -> str:
+    """One record per wish of a person to add or remove engines; it outlives the attempt that took it in."""
+    return f"pool/wishes/wish-{_number(wish, 6)}.json"
+
+
 def checkpoints_prefix(attempt: int | None = None) -> str:
     return "checkpoints/" if attempt is None else f"checkpoints/{_number(attempt, 6)}/"
 
@@ -244,9 +249,10 @@ def refits_prefix(attempt: int) -> str:
     return f"refits/{_number(attempt, 6)}/"
 
 
-def refit(attempt: int, version: int) -> str:
-    """One record per completed refit: its presence says that `version` is live in every engine of the pool."""
-    return f"{refits_prefix(attempt)}version-{_number(version, 9)}.json"
+def refit(attempt: int, version: int, number: int = 0) -> str:
+    """One record per completed refit. Number 0 says that `version` is live; the next ones name engines that joined late."""
+    late = "" if number == 0 else f".late-{_number(number, 3)}"
+    return f"{refits_prefix(attempt)}version-{_number(version, 9)}{late}.json"
 
 
 def evaluations_prefix(attempt: int | None = None) -> str:

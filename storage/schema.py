@@ -79,6 +79,11 @@ SHARD = pa.schema(
         pa.field("first_token_at", pa.float64()),
         pa.field("finished_at", pa.float64()),
         pa.field("tool_seconds", pa.float64()),
+        pa.field("joins_clean", pa.int32()),
+        pa.field("joins_realign", pa.int32()),
+        pa.field("joins_fork", pa.int32()),
+        pa.field("drift_tokens", pa.int32()),
+        pa.field("drift_max", pa.int32()),
     ]
 )
 

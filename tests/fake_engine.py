@@ -15,6 +15,7 @@ import json
 import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -29,7 +30,7 @@ class Fault:
     """What goes wrong on `path`, `times` times.
 
     delay: answer after `seconds`. status: answer `status`. reset: break the connection. hang: never answer.
-    die: the whole engine is gone from now on. null_logprob, nan_logprob, clamped_logprob (-9999, what vLLM sends
+    die: the whole engine is gone, `seconds` after the call came. null_logprob, nan_logprob, clamped_logprob (-9999, what vLLM sends
     for NaN), missing_logprob, wrong_version (stamp `version`), missing_span: a generation that looks well and is not.
     """
 
@@ -55,7 +56,10 @@ class Fault:
 
 @dataclass
 class FakeEngine:
-    """One engine on a free port of loopback, on its own thread. `calls` lists the paths in order of arrival."""
+    """One engine on a free port of loopback, on its own thread. `calls` lists the paths in order of arrival.
+
+    `staged` is what its worker answers about fetching weights from a store; `adapters` are those loaded, by name.
+    """
 
     vocabulary_size: int = 128
     seconds_per_token: float = 0.0
@@ -63,6 +67,10 @@ class FakeEngine:
     workers: int = 1
     version: str = "default"
     score: Callable[[list[int]], list[float]] | None = None
+    script: Callable[[list[int], int], list[int]] | None = None
+    staged: dict[str, Any] = field(default_factory=dict)
+    preemptions: int = 0
+    adapters: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -73,6 +81,7 @@ class FakeEngine:
         self._aborted: set[str] = set()
         self._generated = 0
         self._running = 0
+        self._named: Counter[str | None] = Counter()
         self._updating = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -89,6 +98,14 @@ class FakeEngine:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopped.set)
 
+    def restart(self) -> None:
+        """Be as a process that was started again at the same address: with its first weights, and nothing in flight."""
+        self.version = "default"
+        self.adapters.clear()
+        self._updating = False
+        self._loop.call_soon_threadsafe(self._resumed.set)
+        self._loop.call_soon_threadsafe(self._admitting.set)
+
     @property
     def is_paused(self) -> bool:
         return not self._resumed.is_set()
@@ -101,6 +118,8 @@ class FakeEngine:
         self._stopped = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.0, access_log=None)
@@ -111,13 +130,16 @@ class FakeEngine:
         self._server = runner
         self._ready.set()
         await self._stopped.wait()
+        for connection in list(runner.server.connections) if runner.server else []:
+            if connection.transport is not None:
+                connection.transport.abort()
         await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         body = await request.json() if request.can_read_body else {}
         self.calls.append(path)
-        self.bodies.append((path, body))
+        self.bodies.append((path, {**request.query, **body}))
         fault = self._fault(path)
         if fault is not None:
             if fault.kind == "delay":
@@ -127,15 +149,29 @@ class FakeEngine:
             elif fault.kind == "hang":
                 await self._stopped.wait()
             elif fault.kind in ("reset", "die"):
+                if fault.kind == "die" and fault.seconds:
+                    self._loop.call_later(fault.seconds, self._stopped.set)
+                    return await self._respond(path, request, body, None)
                 if fault.kind == "die":
                     self._stopped.set()
                 if request.transport is not None:
                     request.transport.abort()
                 return web.Response()
-        if path == GENERATE:
-            answer = await self._generate(body)
-            return _json(_spoil(answer, fault))
-        return self._control(path, request, body)
+        return await self._respond(path, request, body, fault)
+
+    async def _respond(
+        self, path: str, request: web.Request, body: dict[str, Any], fault: Fault | None
+    ) -> web.StreamResponse:
+        if path == "/pause" and request.query.get("mode") == "wait":
+            self._admitting.clear()
+            while self._running:
+                await asyncio.sleep(0.005)
+        if path != GENERATE:
+            return self._control(path, request, body)
+        await self._admitting.wait()
+        if body.get("model") not in (None, "policy", *self.adapters):
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        return _json(_spoil(await self._generate(body), fault))
 
     def _fault(self, path: str) -> Fault | None:
         for fault in self.faults:
@@ -153,6 +189,7 @@ class FakeEngine:
                 return _json({"status": "paused"})
             case "/resume":
                 self._resumed.set()
+                self._admitting.set()
                 return _json({"status": "resumed"})
             case "/start_weight_update":
                 if self._updating:
@@ -170,6 +207,15 @@ class FakeEngine:
                 return _json({"status": "aborted", "aborted": len(body.get("request_ids", []))})
             case "/metrics":
                 return web.Response(text=self._metrics())
+            case "/v1/load_lora_adapter":
+                if body["lora_name"] in self.adapters:
+                    return _error(400, "already loaded")
+                self.adapters[body["lora_name"]] = body["lora_path"]
+                return web.Response(text="Success: LoRA adapter added successfully.")
+            case "/v1/unload_lora_adapter":
+                if self.adapters.pop(body["lora_name"], None) is None:
+                    return _error(404, "not loaded")
+                return web.Response(text="Success: LoRA adapter removed successfully.")
         answers: dict[str, dict[str, Any]] = {
             "/health": {},
             "/version": {"version": "0.32.0"},
@@ -180,35 +226,51 @@ class FakeEngine:
             "/shutdown_weight_transfer_engine": {"message": "Weight transfer shut down"},
             "/update_weights": {"message": "Weights updated"},
             "/reset_prefix_cache": {"success": True},
+            "/collective_rpc": {"results": [self.staged] * self.workers},
+            "/v1/models": {
+                "data": [
+                    {"id": "policy", "parent": None},
+                    *({"id": name, "parent": "policy"} for name in self.adapters),
+                ]
+            },
         }
         return _json(answers[path]) if path in answers else _error(404, "Not Found")
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = body["sampling_params"]
+        adapter = body.get("model") if body.get("model") in self.adapters else None
         request_id = f"generate-tokens-{body.get('request_id', random.randrange(1 << 30))}"
         self._running += 1
+        self._named[adapter] += 1
         try:
             n = sampling.get("n", 1)
-            choices = await asyncio.gather(*(self._choice(index, request_id, sampling) for index in range(n)))
+            scripts = [None if self.script is None else self.script(body["token_ids"], index) for index in range(n)]
+            choices = await asyncio.gather(
+                *(self._choice(index, request_id, sampling, script) for index, script in enumerate(scripts))
+            )
         finally:
             self._running -= 1
+            self._named[adapter] -= 1
         token_ids = body["token_ids"]
         return {
             "request_id": request_id,
-            "model": "policy",
+            "model": adapter or "policy",
             "usage": {"prompt_tokens": len(token_ids)},
             "prompt_logprobs": self._prompt_logprobs(token_ids) if "prompt_logprobs" in sampling else None,
             "choices": choices,
         }
 
-    async def _choice(self, index: int, request_id: str, sampling: dict[str, Any]) -> dict[str, Any]:
+    async def _choice(
+        self, index: int, request_id: str, sampling: dict[str, Any], script: list[int] | None
+    ) -> dict[str, Any]:
         draw = random.Random(f"{sampling.get('seed')} {index}")
         ids: list[int] = []
         content: list[dict[str, Any]] = []
         spans: list[dict[str, Any]] = []
         reason = "length"
         stops = {*self.stop_token_ids, *sampling.get("stop_token_ids", [])}
-        while len(ids) < sampling["max_tokens"]:
+        longest = sampling["max_tokens"] if script is None else min(sampling["max_tokens"], len(script))
+        while len(ids) < longest:
             await self._resumed.wait()
             if self.seconds_per_token:
                 await asyncio.sleep(self.seconds_per_token)
@@ -216,7 +278,7 @@ class FakeEngine:
             if request_id in self._aborted:
                 reason = "abort"
                 break
-            token = draw.randrange(self.vocabulary_size)
+            token = draw.randrange(self.vocabulary_size) if script is None else script[len(ids)]
             ids.append(token)
             content.append({"token_id": token, "logprob": -draw.uniform(0.05, 3.0), "rank": 1, "top_logprobs": []})
             if not spans or spans[-1]["version"] != self.version:
@@ -249,7 +311,13 @@ class FakeEngine:
             f'vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 7.0\n'
             f"vllm:kv_cache_usage_perc{label} 0.25\n"
             f"vllm:generation_tokens_total{label} {self._generated}\n"
+            f"vllm:num_preemptions_total{label} {self.preemptions}\n"
+            f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{self._in_use()}",waiting_lora_adapters=""}} 2.0\n'
+            'vllm:lora_requests_info{max_lora="4",running_lora_adapters="0.0",waiting_lora_adapters="9.9"} 1.0\n'
         )
+
+    def _in_use(self) -> str:
+        return ",".join(name for name, requests in self._named.items() if name is not None and requests)
 
 
 def _spoil(answer: dict[str, Any], fault: Fault | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python tests/model_engine.py --model DIRECTORY --host 127.0.0.1 --port 8000 [any other flag of vLLM is ignored]
 
-It reads a Qwen3 directory, takes refits over our own gloo protocol and scores canaries with the weights it holds, so
+It reads a Qwen3 directory, takes refits over our own gloo protocol or from the run's store, and scores canaries with the weights it holds, so
 the real trainer, flow and store run against it unchanged. What it samples is a pure function of (weights, prompt, seed,
 number of siblings): a request is computed alone, its siblings in one batch, and every sibling draws from a generator
 of its own. So with a window of 0 a whole run is deterministic. It starts in the time that importing torch takes.
@@ -42,6 +42,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 from grpo_core.refit.digest import HEAD, TensorEntry, check_complete, check_digest, checkpoint_shapes
 from grpo_core.refit.gloo import JOINED, READY, join_group
+from grpo_core.refit.shelf import manifest_of, obtain
+from grpo_core.refit.snapshot import read_tensors
+from grpo_core.trajectory import Stamp
+from storage.objects import ObjectStore
 
 EMBEDDING = "model.embed_tokens.weight"
 FAULTS = "MODEL_ENGINE_FAULTS"
@@ -214,6 +218,7 @@ class Engine:
         self.worker = ThreadPoolExecutor(max_workers=1)
         self._store: TCPStore | None = None
         self._group: Any = None
+        self._staged: tuple[str, Path] | None = None
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         await self.resumed.wait()
@@ -268,8 +273,24 @@ class Engine:
         self._store.set(f"{JOINED}/1", "1")
         self._group = join_group(PrefixStore("group", self._store), 1, info["world_size"], info["host"], timeout)
 
+    def fetch(self, info: Mapping[str, Any]) -> None:
+        """Have a version of the store on this host; blocks."""
+        store = ObjectStore.open(info["url"], info["options"], client=info["client"], read_only=True)
+        file = obtain(store, Stamp.parse(info["stamp"]), Path(info["shelf"]), deadline_seconds=info["timeout_seconds"])
+        check_complete(manifest_of(file), self._shapes)
+        self._staged = (info["stamp"], file)
+
+    def staged(self) -> dict[str, Any]:
+        return {"stamp": "" if self._staged is None else self._staged[0], "done": True, "error": None}
+
     def update(self, info: Mapping[str, Any]) -> None:
         """Receive all weights, check them, then take them; blocks."""
+        if "stamp" in info:
+            assert self._staged is not None and self._staged[0] == info["stamp"]
+            self.updates += 1
+            self._fail_or_stall()
+            self.model.weights = {name: tensor.float() for name, tensor in read_tensors(self._staged[1]).items()}
+            return
         manifest = [TensorEntry.from_json(entry) for entry in info["manifest"]]
         check_complete(manifest, self._shapes)
         assert self._store is not None
@@ -281,14 +302,17 @@ class Engine:
             tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             self._group.broadcast(tensor.reshape(-1).view(torch.uint8), root=0, timeout=timeout).wait(timeout)
             received[entry.name] = tensor
-            if self.updates == _faults().get("die_in_update"):
-                _die("die_in_update")
-            if self.updates == _faults().get("stall_in_update"):
-                _forget("stall_in_update")
-                time.sleep(STALL_SECONDS)
+            self._fail_or_stall()
         for entry in manifest:
             check_digest(entry, received[entry.name])
         self.model.weights = {name: tensor.float() for name, tensor in received.items()}
+
+    def _fail_or_stall(self) -> None:
+        if self.updates == _faults().get("die_in_update"):
+            _die("die_in_update")
+        if self.updates == _faults().get("stall_in_update"):
+            _forget("stall_in_update")
+            time.sleep(STALL_SECONDS)
 
 
 def _faults() -> dict[str, Any]:
@@ -335,7 +359,10 @@ async def handle(engine: Engine, request: web.Request) -> web.Response:
         case "/resume":
             engine.resume()
         case "/init_weight_transfer_engine":
-            await loop.run_in_executor(engine.worker, engine.join, body["init_info"])
+            info = body["init_info"]
+            await loop.run_in_executor(engine.worker, engine.fetch if "stamp" in info else engine.join, info)
+        case "/collective_rpc":
+            answer = {"results": [engine.staged()]}
         case "/start_weight_update":
             pass
         case "/update_weights":

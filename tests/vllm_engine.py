@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import psutil
 import pytest
 import requests
 import torch
@@ -36,18 +38,31 @@ class RunningEngine:
     process: subprocess.Popen[bytes]
     log: Path
 
+    def memory(self) -> int:
+        """Resident bytes of all its processes."""
+        leader = psutil.Process(self.process.pid)
+        return sum(process.memory_info().rss for process in [leader, *leader.children(recursive=True)])
+
     def kill(self) -> None:
         """SIGKILL for all of the engine's processes."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
 
 
-def write_tiny_qwen3(directory: Path, *, tied: bool, vocabulary_size: int = 128, hidden_size: int = 128) -> Path:
-    """A random Qwen3 of about 0.3M parameters with head_dim 32, which the CPU engine needs. Returns `directory`."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def write_tiny_model(
+    directory: Path,
+    family: Literal["llama", "qwen2", "qwen3"],
+    *,
+    tied: bool,
+    vocabulary_size: int = 128,
+    hidden_size: int = 128,
+) -> Path:
+    """A random model of about 0.3M parameters with head_dim 32, which the CPU engine needs. Returns `directory`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocabulary_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -61,19 +76,24 @@ def write_tiny_qwen3(directory: Path, *, tied: bool, vocabulary_size: int = 128,
         bos_token_id=None,
         pad_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)  # type: ignore[no-untyped-call]
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return directory
 
 
 @contextmanager
 def running_engines(
-    models: list[Path], directory: Path, *, transfer: str = "gloo", tensor_parallel_size: int = 1
+    models: list[Path],
+    directory: Path,
+    *,
+    transfer: str = "gloo",
+    tensor_parallel_size: int = 1,
+    lora_rank: int | None = None,
 ) -> Iterator[list[RunningEngine]]:
     """One engine per model, started at the same time, all stopped at the end. Logs go to `directory`."""
     engines: list[RunningEngine] = []
     try:
         for number, model in enumerate(models):
-            engines.append(_spawn(model, directory, number, transfer, tensor_parallel_size))
+            engines.append(_spawn(model, directory, number, transfer, tensor_parallel_size, lora_rank))
         deadline = time.monotonic() + START_SECONDS
         for engine in engines:
             _await_healthy(engine, deadline)
@@ -87,12 +107,14 @@ def running_engines(
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """One engine for the whole test session: a tiny Qwen3 with an untied head, vocabulary 128, context 2048."""
     directory = tmp_path_factory.mktemp("vllm")
-    model = write_tiny_qwen3(directory / "model", tied=False)
+    model = write_tiny_model(directory / "model", "qwen3", tied=False)
     with running_engines([model], directory) as engines:
         yield engines[0]
 
 
-def _spawn(model: Path, directory: Path, number: int, transfer: str, tensor_parallel_size: int) -> RunningEngine:
+def _spawn(
+    model: Path, directory: Path, number: int, transfer: str, tensor_parallel_size: int, lora_rank: int | None
+) -> RunningEngine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,6 +130,7 @@ def _spawn(model: Path, directory: Path, number: int, transfer: str, tensor_para
         max_num_batched_tokens=CONTEXT,
         tensor_parallel_size=tensor_parallel_size,
         transfer=transfer,
+        lora_rank=lora_rank,
         block_size=32,
         kv_cache_bytes=64 << 20,
         extra_arguments=("--enable-prompt-tokens-details",),

@@ -43,7 +43,11 @@ def status(store: ObjectStore) -> dict[str, Any]:
     counts = place.frontier.counts()
     state = run_state(store, run)
     tokens_per_second, seconds_per_step = _pace(store, run, None if step is None else step.name)
-    eta = None if seconds_per_step is None or state != "running" else seconds_per_step * (run.window.last_step(done=done, settled=totals.settled) - done)
+    eta = (
+        None
+        if seconds_per_step is None or state != "running"
+        else seconds_per_step * (run.window.last_step(done=done, settled=totals.settled) - done)
+    )
     return {
         "run_id": run.config.run_id,
         "state": state,

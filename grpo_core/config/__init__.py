@@ -7,10 +7,18 @@ Names follow NeMo RL and TRL where users know them from there. Imports neither t
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_core.config.environment import (
+    EnvironmentConfig,
+    HttpEnvironment,
+    NoEnvironment,
+    PythonEnvironment,
+    ReasoningGymEnvironment,
+    VerifiersEnvironment,
+)
 from grpo_core.config.learning import (
     AsyncGRPOConfig,
     DataConfig,
@@ -50,18 +58,23 @@ __all__ = [
     "CheckpointingConfig",
     "DataConfig",
     "DirectoryModel",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "ExternalPool",
     "FileData",
     "GRPOConfig",
     "GenerationConfig",
+    "HttpEnvironment",
     "LocalPool",
     "LoggingConfig",
     "ModelConfig",
+    "NoEnvironment",
     "ObjectiveConfig",
     "OptimizerConfig",
     "PackingConfig",
+    "PythonEnvironment",
     "ReasoningGymData",
+    "ReasoningGymEnvironment",
     "RefitConfig",
     "RewardFunction",
     "RewardsConfig",
@@ -73,6 +86,7 @@ __all__ = [
     "StreamData",
     "TinyModel",
     "TrainingConfig",
+    "VerifiersEnvironment",
     "WarmStart",
 ]
 
@@ -88,6 +102,7 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, description="Seed of everything that is drawn, except the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = NoEnvironment()
     rewards: RewardsConfig = RewardsConfig()
     sampling: SamplingConfig = SamplingConfig()
     generation: GenerationConfig = GenerationConfig()
@@ -102,6 +117,11 @@ class RunConfig(Section):
     storage: StorageConfig = StorageConfig()
     pool: Annotated[LocalPool | ExternalPool, Field(discriminator="kind", description="The engines")] = LocalPool()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def wire_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What the weights travel in: on GPUs what the engines compute in, unless the recipe says otherwise."""
+        return self.refit.wire_dtype or (self.model.dtype if self.training.device == "cuda" else "float32")
 
     @model_validator(mode="after")
     def _rules_between_sections(self) -> RunConfig:
@@ -130,14 +150,37 @@ class RunConfig(Section):
                 f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
                 f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
             )
+        if fault := self._rollout_fault():
+            raise ValueError(fault)
         if fault := self._refit_fault():
             raise ValueError(fault)
         return self
+
+    def _rollout_fault(self) -> str | None:
+        """Why groups could not be made, or not be scored, as configured."""
+        size, least, environment = (
+            self.grpo.num_generations_per_prompt,
+            self.generation.min_group_members,
+            self.environment,
+        )
+        if least is not None and least > size:
+            return f"generation.min_group_members={least} is more than grpo.num_generations_per_prompt={size}; lower it"
+        if isinstance(environment, NoEnvironment):
+            if not self.rewards.functions:
+                return "rewards.functions is empty and environment.kind=none gives no reward; name a function or an environment"
+            return None
+        if environment.instances < size:
+            return f"environment.instances={environment.instances} cannot hold one group of grpo.num_generations_per_prompt={size}; raise it"
+        if isinstance(environment, ReasoningGymEnvironment) and not isinstance(self.data.source, ReasoningGymData):
+            return f"environment.kind=reasoning_gym scores reasoning-gym's tasks, but data.source.kind is {self.data.source.kind}"
+        return None
 
     def _refit_fault(self) -> str | None:
         """Why the weights could not move from this trainer to these engines."""
         backend, training, pool = self.refit.backend, self.training, self.pool
         engines_on = pool.device if isinstance(pool, LocalPool) else None
+        if backend == "store":
+            return None
         if backend == "gloo":
             if engines_on == "cuda":
                 return "refit.backend=gloo serves engines on CPUs, but pool.device is cuda; use nccl or ipc"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from grpo_core.config.environment import IMPORTABLE
 from grpo_core.config.section import Section
 
 # What the descriptions of keys say that the loss reads and that change nothing yet.
@@ -14,7 +15,6 @@ RATIO_IS_ONE = (
     "No effect yet: each batch makes one optimizer step, the old policy is the current one, and the ratio is exactly 1"
 )
 NO_KL = "No effect while beta is 0"
-FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 class DirectoryModel(Section):
@@ -120,7 +120,7 @@ class StreamData(Section):
 
     kind: Literal["stream"] = "stream"
     function: str = Field(
-        pattern=FUNCTION,
+        pattern=IMPORTABLE,
         description="module:function, called with skip=N and the arguments; yields the records after the first N as dicts",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the function; no secrets")
@@ -146,8 +146,18 @@ class DataConfig(Section):
 class RewardFunction(Section):
     """One source of reward: `module:function` with TRL's signature (completions, prompts, completion_ids, **columns)."""
 
-    function: str = Field(pattern=FUNCTION, description="module:function, importable from the working directory")
+    function: str = Field(pattern=IMPORTABLE, description="module:function, importable from the working directory")
     weight: float = Field(1.0, description="Factor of this source in the reward")
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _not_a_lambda(cls, value: Any) -> Any:
+        if callable(value) or (isinstance(value, str) and value.lstrip().startswith("lambda")):
+            raise ValueError(
+                "a lambda or other function object has no name by which a worker process could import it; "
+                "define it in a module and give module:function"
+            )
+        return value
 
 
 class RewardsConfig(Section):
@@ -155,11 +165,19 @@ class RewardsConfig(Section):
 
     functions: tuple[RewardFunction, ...] = Field(
         (RewardFunction(function="grpo_core.rollout.rewards:reasoning_gym_score"),),
-        min_length=1,
-        description="The sources of reward",
+        description="The sources of reward; may be empty where the environment gives one",
     )
     timeout_seconds: float = Field(60, gt=0, description="Longest time for scoring one group")
     workers: PositiveInt = Field(1, description="Worker processes that score groups side by side")
+    groups_per_worker: PositiveInt = Field(
+        32,
+        description="Groups one worker scores at the same time, each on a thread; 1 where scoring is heavy computation",
+    )
+    worker_memory_bytes: PositiveInt = Field(
+        4 << 30,
+        ge=1 << 28,
+        description="Memory of one worker; a call that needs more fails, and the worker is replaced",
+    )
 
     @model_validator(mode="after")
     def _named_once(self) -> RewardsConfig:
@@ -199,6 +217,9 @@ class GenerationConfig(Section):
     """How rollouts are made."""
 
     max_completion_length: PositiveInt = Field(512, description="Tokens of one turn")
+    max_rollout_length: PositiveInt | None = Field(
+        None, description="Generated tokens of all turns of a rollout; default: as many as the context holds"
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the chat template, such as enable_thinking"
     )
@@ -206,7 +227,24 @@ class GenerationConfig(Section):
     flush_seconds: float = Field(2.0, gt=0, description="A part is committed at least this often while groups finish")
     request_timeout_seconds: float = Field(300, gt=0, description="Longest time for one engine call")
     max_rollout_attempts: PositiveInt = Field(
-        3, description="Engine calls tried for one rollout before its group fails for good"
+        3, description="Times an engine call, or a rollout whose environment failed, is tried before it fails for good"
+    )
+    min_group_members: int | None = Field(
+        None,
+        ge=2,
+        description="Rollouts that must be left for a group to be trained without the failed ones; default: all",
+    )
+    tools: tuple[Annotated[str, Field(pattern=IMPORTABLE)], ...] = Field(
+        (), description="Functions the policy may call, as module:function, plain or async"
+    )
+    tool_format: Literal["hermes", "llama", "mistral", "pythonic"] = Field(
+        "hermes", description="How the policy writes a call; see grpo_core/rollout/tool_calls.py"
+    )
+    tool_timeout_seconds: float = Field(
+        30, gt=0, description="Longest time for one tool call; then the policy reads so"
+    )
+    max_tool_calling_iterations: int | None = Field(
+        None, ge=0, description="Rounds of tool calls in one rollout; the next call ends it. Default: no limit"
     )
     lease_timeout_seconds: float = Field(
         900, gt=0, description="A lease older than this is sealed; what is missing of it is leased again"
@@ -216,6 +254,14 @@ class GenerationConfig(Section):
         ge=0,
         description="A rewritten history that differs in fewer tokens is realigned; otherwise a new sequence starts",
     )
+
+    @model_validator(mode="after")
+    def _tools_differ(self) -> GenerationConfig:
+        names = [tool.partition(":")[2].rpartition(".")[2] for tool in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"generation.tools has more than one tool called {name}; rename all but one")
+        return self
 
 
 class AsyncGRPOConfig(Section):
@@ -242,7 +288,9 @@ class AsyncGRPOConfig(Section):
         True, description="Running requests are kept across a refit; otherwise they are drained first"
     )
     recompute_kv_cache_after_weight_updates: bool = Field(
-        True, description="Kept requests recompute keys and values under the new weights, which is exact"
+        True,
+        description="Keys and values are computed anew under the new weights, which is exact. Otherwise kept requests go on from those of the old "
+        "weights, so that their next tokens match neither policy: the log-probs they were drawn with still correct for it",
     )
 
     @model_validator(mode="after")
@@ -250,15 +298,6 @@ class AsyncGRPOConfig(Section):
         if self.sampler == "freshest" and self.stale_policy == "wait":
             raise ValueError(
                 "stale_policy=wait holds a step back for the oldest groups, which sampler=freshest trains last; set one of the two another way"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _kept_requests_recompute(self) -> AsyncGRPOConfig:
-        if self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates:
-            raise ValueError(
-                "recompute_kv_cache_after_weight_updates=false with in_flight_weight_updates=true lets new weights go on from keys and "
-                "values of old ones, so that tokens after a refit match neither policy; set one of the two the other way"
             )
         return self
 

@@ -45,11 +45,18 @@ class TrainingConfig(Section):
 class RefitConfig(Section):
     """Moving weights into the engines."""
 
-    backend: Literal["gloo", "nccl", "ipc"] = Field(
+    backend: Literal["gloo", "nccl", "ipc", "store"] = Field(
         "gloo",
-        description="gloo: CPU engines; nccl: engines with GPUs of their own; ipc: engine and trainer share one GPU",
+        description="gloo: CPU engines; nccl: engines with GPUs of their own; ipc: engine and trainer share one GPU; store: engines fetch from the object store",
     )
-    wire_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the weights on their way")
+    wire_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="Precision of the weights on their way; default: model.dtype when the trainer has GPUs, float32 on CPUs",
+    )
+    full_every: PositiveInt = Field(
+        16,
+        description="backend=store: versions from one full one to the next; those between are differences. 1: all are full",
+    )
     every_steps: PositiveInt = Field(1, description="Optimizer steps from one version to the next")
     control_timeout_seconds: float = Field(60, gt=0, description="Longest time for one control call")
     transfer_timeout_seconds: float = Field(300, gt=0, description="Longest time for the transfer to one engine")
@@ -123,7 +130,12 @@ class LocalPool(Section):
     start_timeout_seconds: float = Field(
         600, gt=0, description="Longest time for an engine to start, and for a request to wait for one"
     )
-    max_restarts: int = Field(3, ge=0, description="Restarts of one engine before the run fails")
+    health_timeout_seconds: float = Field(
+        60, gt=0, description="An engine that is silent for longer is killed and started again"
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="Losses of one engine, without an hour of service between them, before the run fails"
+    )
     python: Path | None = Field(None, description="Interpreter of the engines, for an environment of its own")
 
     @model_validator(mode="after")
@@ -144,10 +156,14 @@ class ExternalPool(Section):
 
     kind: Literal["external"] = "external"
     urls: tuple[Annotated[str, Field(pattern=r"^https?://")], ...] = Field(
-        min_length=1, description="Addresses of the engines"
+        min_length=1,
+        description="Addresses of the engines; the key of their generation routes is VLLM_API_KEY of the environment",
     )
     start_timeout_seconds: float = Field(
         600, gt=0, description="Longest time for an engine to answer, and for a request to wait for one"
+    )
+    health_timeout_seconds: float = Field(
+        60, gt=0, description="An engine that is silent for longer leaves the pool until it answers again"
     )
 
 

@@ -6,6 +6,9 @@ routes are not authenticated by vLLM, so engines listen on loopback or a private
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,9 +17,15 @@ from typing import Any, TypeVar
 
 import requests
 
-from grpo_core.rollout.wire import parse_scores, score_request
+from grpo_core.rollout.wire import API_KEY_VARIABLE, REQUEST_PREFIX, parse_scores, score_request
 
 HEALTH_SECONDS = 3.0
+
+# A gauge whose labels are lists of names and whose value is the time; one sample stays for every list there was.
+_ADAPTERS = re.compile(
+    r'^vllm:lora_requests_info\{.*?running_lora_adapters="([^"]*)",waiting_lora_adapters="([^"]*)"\}\s+(\S+)$',
+    re.MULTILINE,
+)
 
 T = TypeVar("T")
 
@@ -34,11 +43,15 @@ class EngineAddress:
 
 
 class EngineControl:
-    """The engine at an address. Stateless and safe to share between threads."""
+    """The engine at an address. Stateless and safe to share between threads.
+
+    The key of its generation routes is that of the environment, so that it never enters a record of the run.
+    """
 
     def __init__(self, address: EngineAddress, api_key: str | None = None) -> None:
         self.name = address.name
         self.url = address.url.rstrip("/")
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def pause(self, mode: str, clear_cache: bool, deadline_seconds: float) -> None:
@@ -68,10 +81,44 @@ class EngineControl:
         """Workers of the engine: tensor, pipeline and data parallel."""
         return int(self._get("/get_world_size", deadline_seconds)["world_size"])
 
-    def score(self, token_ids: list[int], cache_salt: str, deadline_seconds: float) -> list[float]:
-        """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it. Waits while the engine is paused."""
-        answer = self._post("/inference/v1/generate", score_request(token_ids, cache_salt), deadline_seconds)
-        return parse_scores(answer, token_ids)
+    def score(
+        self, token_ids: list[int], cache_salt: str, deadline_seconds: float, *, model: str | None = None
+    ) -> list[float]:
+        """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it, by the policy or the adapter `model`.
+        Waits while the engine is paused."""
+        body = score_request(token_ids, cache_salt, model=model)
+        return parse_scores(self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
+
+    def call_workers(self, method: str, deadline_seconds: float) -> list[Any]:
+        """What each worker answers to a method of its class, in order of rank."""
+        answer = self._post("/collective_rpc", {"method": method, "timeout": deadline_seconds}, deadline_seconds)
+        results = answer.get("results")
+        if not isinstance(results, list):
+            raise ControlError(f"engine {self.name}: /collective_rpc {method} answered {str(answer)[:100]!r}")
+        return results
+
+    def load_adapter(self, name: str, path: str, deadline_seconds: float) -> None:
+        """Load a LoRA adapter from a directory that the engine sees. Requests name it as their model."""
+        self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, deadline_seconds)
+
+    def unload_adapter(self, name: str, deadline_seconds: float) -> None:
+        self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, deadline_seconds)
+
+    def adapters(self, deadline_seconds: float) -> list[str]:
+        """The loaded LoRA adapters."""
+        models = self._get("/v1/models", deadline_seconds).get("data", [])
+        return [str(model["id"]) for model in models if model.get("parent") is not None]
+
+    def adapters_in_use(self, deadline_seconds: float) -> frozenset[str]:
+        """The LoRA adapters that some request, running or waiting, names."""
+        text = self._call("GET", "/metrics", None, deadline_seconds)
+        return parse_adapters_in_use(text)
+
+    def abort(self, request_ids: list[str], deadline_seconds: float) -> None:
+        """End requests; those that have ended already are no error. Their callers hear that they were aborted."""
+        self._post(
+            "/abort_requests", {"request_ids": [REQUEST_PREFIX + name for name in request_ids]}, deadline_seconds
+        )
 
     def is_healthy(self) -> bool:
         """Whether the engine answers; a dead one may keep its process but not its port."""
@@ -81,12 +128,22 @@ class EngineControl:
             return False
 
     def _get(self, path: str, deadline_seconds: float) -> dict[str, Any]:
-        return self._call("GET", path, None, deadline_seconds)
+        return self._object("GET", path, None, deadline_seconds)
 
     def _post(self, path: str, body: dict[str, Any] | None, deadline_seconds: float) -> dict[str, Any]:
-        return self._call("POST", path, body, deadline_seconds)
+        return self._object("POST", path, body, deadline_seconds)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, deadline_seconds: float) -> dict[str, Any]:
+    def _object(self, method: str, path: str, body: dict[str, Any] | None, deadline_seconds: float) -> dict[str, Any]:
+        text = self._call(method, path, body, deadline_seconds)
+        try:
+            parsed = json.loads(text)
+        except ValueError as error:
+            raise ControlError(f"engine {self.name}: {method} {path} answered no JSON: {text[:100]!r}") from error
+        if not isinstance(parsed, dict):
+            raise ControlError(f"engine {self.name}: {method} {path} answered {text[:100]!r}, not an object")
+        return parsed
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, deadline_seconds: float) -> str:
         try:
             answer = requests.request(
                 method, self.url + path, json=body, headers=self._headers, timeout=deadline_seconds
@@ -97,15 +154,14 @@ class EngineControl:
             raise ControlError(
                 f"engine {self.name}: {method} {path} answered {answer.status_code}: {answer.text[:500]}"
             )
-        try:
-            parsed = answer.json()
-        except ValueError as error:
-            raise ControlError(
-                f"engine {self.name}: {method} {path} answered no JSON: {answer.text[:100]!r}"
-            ) from error
-        if not isinstance(parsed, dict):
-            raise ControlError(f"engine {self.name}: {method} {path} answered {answer.text[:100]!r}, not an object")
-        return parsed
+        return answer.text
+
+
+def parse_adapters_in_use(exposition: str) -> frozenset[str]:
+    """The adapters that the newest sample of vLLM's `lora_requests_info` names; its value is when it was written."""
+    samples = [(float(match[3]), f"{match[1]},{match[2]}") for match in _ADAPTERS.finditer(exposition)]
+    newest = max(samples, default=(0.0, ""))[1]
+    return frozenset(name for name in newest.split(",") if name)
 
 
 def call_in_background(call: Callable[[], T]) -> Future[T]:

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from grpo_core.refit.control import ControlError, EngineControl, call_in_background
 from grpo_core.refit.digest import raw_bytes
 from grpo_core.refit.transfer import TransferError, Weights, local_address, trainer_address
+from grpo_core.trajectory import Stamp
 
 # Keys of the group's store: a rank has reached the rendezvous; a rank has accepted an update's manifest.
 JOINED = "joined"
@@ -45,6 +46,9 @@ class GlooTransfer:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
+
+    def prepare(self, weights: Weights, stamp: Stamp) -> int:
+        return weights.bytes
 
     def is_open(self, engine: str) -> bool:
         return engine in self._groups

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from grpo_core.refit import loading
 from grpo_core.refit.digest import TensorEntry, check_complete, check_digest, checkpoint_shapes
 from grpo_core.refit.gloo import JOINED, READY, join_group
 
@@ -61,7 +60,7 @@ class GlooWorkerEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         self.shutdown()
-        self._expected = checkpoint_shapes(self._checkpoint())
+        self._expected = checkpoint_shapes(loading.checkpoint_directory(self.model_config))
         timeout = timedelta(seconds=init_info.timeout_seconds)
         self._store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
         self._store.set(f"{JOINED}/{self._rank}", "1")
@@ -86,21 +85,11 @@ class GlooWorkerEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
             weights.append((entry.name, tensor))
         for entry, (_, tensor) in zip(manifest, weights, strict=True):
             check_digest(entry, tensor)
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(weights))  # type: ignore[operator]
+        loading.load(self.model, weights)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        loading.finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
         self._group = None
         self._store = None
-
-    def _checkpoint(self) -> Path:
-        """Directory of the checkpoint this engine was started from, in the hub's cache when it has a hub name."""
-        model = self.model_config.model
-        if Path(model).is_dir():
-            return Path(model)
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=self.model_config.revision, local_files_only=True))

@@ -17,6 +17,7 @@ import torch
 from grpo_core.refit.control import EngineControl
 from grpo_core.refit.nccl import HeldWeights, PhaseClient, TrainerEngine, await_link, on_device
 from grpo_core.refit.transfer import TransferError, Weights
+from grpo_core.trajectory import Stamp
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -52,6 +53,9 @@ class IpcTransfer:
         self._buffer_bytes = buffer_bytes
         self._connect = connect
         self._links: dict[str, tuple[TrainerEngine, PhaseClient, HeldWeights]] = {}
+
+    def prepare(self, weights: Weights, stamp: Stamp) -> int:
+        return weights.bytes
 
     def is_open(self, engine: str) -> bool:
         return engine in self._links

@@ -19,6 +19,7 @@ import torch
 from grpo_core.ports import free_port
 from grpo_core.refit.control import ControlError, EngineControl, call_in_background
 from grpo_core.refit.transfer import TransferError, Weights, trainer_address
+from grpo_core.trajectory import Stamp
 
 T = TypeVar("T")
 
@@ -106,6 +107,9 @@ class NcclTransfer:
     def __init__(self, connect: Connect = connect_nccl) -> None:
         self._connect = connect
         self._links: dict[str, tuple[TrainerEngine, PhaseClient, HeldWeights]] = {}
+
+    def prepare(self, weights: Weights, stamp: Stamp) -> int:
+        return weights.bytes
 
     def is_open(self, engine: str) -> bool:
         return engine in self._links

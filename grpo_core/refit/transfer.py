@@ -16,6 +16,7 @@ import torch
 
 from grpo_core.refit.control import EngineControl
 from grpo_core.refit.digest import TensorEntry, build_manifest
+from grpo_core.trajectory import Stamp
 
 
 class TransferError(RuntimeError):
@@ -28,6 +29,10 @@ class Weights:
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
     manifest: tuple[TensorEntry, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, torch.Tensor]], *, digests: bool) -> Weights:
@@ -42,11 +47,14 @@ class Transfer(Protocol):
     concurrent: bool
     """Whether `send` to several engines may run in parallel threads."""
 
+    def prepare(self, weights: Weights, stamp: Stamp) -> int:
+        """What needs doing once for all engines, before any is touched; the bytes that each of them will receive."""
+
     def is_open(self, engine: str) -> bool:
-        """Whether a link to the engine of this name exists."""
+        """Whether the engine of this name is ready to be sent what was prepared."""
 
     def open(self, engine: EngineControl, deadline_seconds: float) -> None:
-        """Build the link; kept across refits until `close`."""
+        """Make it ready, while it still generates."""
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
         """Move all tensors into an engine that is paused and has started an update."""

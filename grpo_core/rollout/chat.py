@@ -1,5 +1,9 @@
 """Messages to token ids and back, with the policy's own chat template.
 
+What the policy generated is never tokenized again: a later prompt is the ids held so far and the ids of what the
+template adds to them. Only where the template writes an earlier message anew, such as one that drops the reasoning of
+past answers, the prompt is what the template says, and `rollout.reconcile` decides what is kept.
+
 Imports neither torch nor a model class of transformers: the flow tokenizes, and must start within a second or two.
 """
 
@@ -8,15 +12,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+Message = dict[str, Any]
+
 
 class ChatError(ValueError):
     """A conversation that cannot be rendered for this policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt as the template renders it, and the ids that stand for it in its conversation."""
+
+    text: str
+    ids: list[int]
 
 
 class Chat:
@@ -32,28 +47,85 @@ class Chat:
         self.stop_token_ids = _stop_token_ids(directory, self._tokenizer.eos_token_id)
         self.vocabulary_size = len(self._tokenizer)
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Token ids of a conversation, ending where the assistant is to speak. Raise ChatError."""
-        try:
-            rendered: Any = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self._arguments
-            )
-        except TemplateError as error:
-            raise ChatError(f"the chat template refuses {list(messages)!r}: {error}; change the prompt") from error
-        ids = list(rendered["input_ids"])
+        return self.prompt(messages, tools).ids
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> PromptText:
+        """The first prompt of a conversation; `tools` are JSON schemas. Raise ChatError."""
+        text = self._rendered(messages, tools)
+        ids = self._encoded(text)
         if not ids:
             raise ChatError(
                 f"the chat template rendered nothing for {list(messages)!r}; give a list of role/content messages"
             )
-        return ids
+        return PromptText(text, ids)
+
+    def next_prompt(
+        self,
+        held: PromptText,
+        output_ids: Sequence[int],
+        answered: Sequence[Message],
+        added: Sequence[Message],
+        tools: Sequence[Message] = (),
+    ) -> PromptText:
+        """The prompt after the answer `output_ids` to `held`. Raise ChatError.
+
+        `answered` is the conversation up to the answer, `added` the messages after it. The ids begin with those of
+        `held` and the answer, unless the template renders something of them differently now.
+        """
+        whole = self._rendered([*answered, *added], tools)
+        closed = self._rendered(answered, tools, speaking=False)
+        if whole == self._rendered(answered, tools):
+            roles = ", ".join(sorted({str(message.get("role")) for message in added}))
+            raise ChatError(f"the chat template leaves out messages of role {roles}; use one that renders them")
+        if whole.startswith(closed) and closed.startswith(held.text):
+            end, said = str(self._tokenizer.decode([output_ids[-1]])), self.raw_text(output_ids)
+            answer, after = closed[len(held.text) :], whole[len(closed) :]
+            if end in answer:
+                # The end of the turn goes in and comes out again, so that what follows is tokenized as it is there.
+                rest = self._encoded(answer[answer.rindex(end) :] + after)
+                if rest[0] == output_ids[-1]:
+                    return PromptText(whole, [*held.ids, *output_ids, *rest[1:]])
+            if answer.startswith(said):
+                # The turn ended by another token than the template's, which takes its place.
+                kept = output_ids[: len(output_ids) - (output_ids[-1] in self.stop_token_ids)]
+                return PromptText(whole, [*held.ids, *kept, *self._encoded(answer[len(said) :] + after)])
+        if whole.startswith(held.text):
+            return PromptText(whole, [*held.ids, *self._encoded(whole[len(held.text) :])])
+        return PromptText(whole, self._encoded(whole))
 
     def text(self, ids: Sequence[int]) -> str:
         """What the assistant said, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def raw_text(self, ids: Sequence[int]) -> str:
+        """What the assistant said, special tokens included, but for the one that ended its turn."""
+        ended = bool(ids) and ids[-1] in self.stop_token_ids
+        return str(self._tokenizer.decode(list(ids[:-1] if ended else ids)))
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, special tokens included."""
         return [str(self._tokenizer.decode([token])) for token in ids]
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], *, speaking: bool = True) -> str:
+        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+            raise ChatError(f"the prompt is {messages!r}; give a list of role/content messages")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=speaking,
+                    tokenize=False,
+                    **self._arguments,
+                )
+            )
+        except (TemplateError, TypeError) as error:
+            raise ChatError(f"the chat template refuses {list(messages)!r}: {error}; change the prompt") from error
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def digest(self) -> str:
         """Content key of vocabulary and template: a continued run must tokenize alike."""

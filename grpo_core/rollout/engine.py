@@ -9,6 +9,7 @@ Every call has a deadline; cancelling one closes its connection, which makes the
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,11 @@ from typing import Any
 import aiohttp
 
 from grpo_core.rollout.wire import (
+    API_KEY_VARIABLE,
     REQUEST_PREFIX,
     InvalidGeneration,
     SamplingSettings,
+    check_first_span,
     generate_request,
     parse_scores,
     parse_turns,
@@ -52,7 +55,11 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineClient:
-    """The engine at `url`. `name` goes into turns and messages. The session is shared and not closed here.
+    """The engine at `url`. `name` goes into turns and messages. The session is shared and not closed here. Without an
+    `api_key` that of the environment is sent.
+
+    `kept_caches`: the engine keeps its caches across refits, so a turn that began under another version than its salt is
+    refused. `adapters`: the policy is the adapter that is named like the salt (`refit.adapters`).
 
     The session must allow as many connections as requests are to be in flight: an engine batches only what has
     reached it (aiohttp's default connector stops at 100).
@@ -65,12 +72,17 @@ class EngineClient:
         session: aiohttp.ClientSession,
         name: str = "",
         api_key: str | None = None,
+        kept_caches: bool = False,
+        adapters: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self._session = session
         self._clock = clock
+        self._kept_caches = kept_caches
+        self._adapters = adapters
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def generate(
@@ -116,6 +128,7 @@ class EngineClient:
 
         The engine derives a different seed for each choice from `seed`.
         """
+        adapter = cache_salt if self._adapters else None
         body = generate_request(
             prompt_ids,
             request_id=request_id,
@@ -125,12 +138,22 @@ class EngineClient:
             stop_token_ids=stop_token_ids,
             cache_salt=cache_salt,
             n=n,
+            model=adapter,
         )
         submitted_at = self._clock()
         answer = await self._post("/inference/v1/generate", body, deadline_seconds)
-        return parse_turns(
-            answer, prompt_ids, n, engine=self.name, submitted_at=submitted_at, finished_at=self._clock()
+        turns = parse_turns(
+            answer,
+            prompt_ids,
+            n,
+            engine=self.name,
+            submitted_at=submitted_at,
+            finished_at=self._clock(),
+            adapter=adapter,
         )
+        if self._kept_caches:
+            check_first_span(turns, cache_salt)
+        return turns
 
     async def score(self, token_ids: Sequence[int], *, cache_salt: str, deadline_seconds: float) -> list[float]:
         """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it. Needs a salt never used before."""

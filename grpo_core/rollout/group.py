@@ -1,90 +1,203 @@
 """From one prompt to one whole, scored group, as rows of a shard.
 
-Invariants: token ids go in and out, text is never tokenized again; every request has a deadline and a seed derived
-from (run seed, ordinal, turn), from which the engine derives one for each sibling; a rollout that fails is tried again
-within its budget, and when one fails for good the whole group becomes a tombstone: one row with status `failed` and the
-cause, never a zero reward.
+Invariants: token ids go in and out, what was generated is never tokenized again; every request has a deadline and a
+seed derived from (run seed, ordinal, rollout, turn). Siblings with the same prompt share their first turn as one
+request, for whose answers the engine derives seeds of its own. A rollout that fails is tried again within its budget;
+when one fails for good the whole group becomes a tombstone, one row with status `failed` and the cause, never a zero
+reward, unless generation.min_group_members lets the survivors be a group of their own. That no engine is to be had is
+not the prompt's fault: NoEngine goes to the caller, who gives the prompt back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from grpo_core.config import RunConfig
+from grpo_core.config import NoEnvironment, RunConfig
 from grpo_core.rollout.chat import Chat, ChatError
+from grpo_core.rollout.concurrency import together
+from grpo_core.rollout.conversation import Conversation
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
-from grpo_core.rollout.pool import NoEngine, Pool
-from grpo_core.rollout.reconcile import reconcile
-from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores
+from grpo_core.rollout.episodes import EnvironmentFailed, Episodes, open_episodes
+from grpo_core.rollout.first_turns import FirstTurns
+from grpo_core.rollout.pool import Pool
+from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_source
+from grpo_core.rollout.rows import FAILED, OK, group_rows, tombstone_row
+from grpo_core.rollout.tools import Toolbox
 from grpo_core.rollout.wire import InvalidGeneration
-from grpo_core.trajectory import Prompt, Rollout, Turn
+from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn
 
-OK, FAILED = "ok", "failed"
-# The columns of a row without a rollout.
-NO_ROLLOUT: dict[str, Any] = {
-    "sequence": 0,
-    "prompt_length": 0,
-    "token_ids": [],
-    "loss_mask": [],
-    "logprobs": [],
-    "version_spans": [],
-    "engine": "",
-    "finish_reason": "error",
-    "status": FAILED,
-    "messages": "[]",
-    "turns": 0,
-    "tool_calls": 0,
-    "tool_failures": 0,
-}
+__all__ = ["FAILED", "OK", "Generator", "RolloutFailed", "Task", "check_rollouts", "derived_seed"]
+
+# The name of an environment's reward among those of the reward functions.
+ENVIRONMENT = "environment"
 
 
 class RolloutFailed(RuntimeError):
     """A rollout that failed more often than its budget allows; the message names the last cause."""
 
 
+class TurnAborted(RuntimeError):
+    """A later turn of a rollout was cut off from outside: its earlier turns are too old to be trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the rollouts of one prompt have in common. `name` begins the ids of their requests; `seeds` are what all
+    their seeds are derived from."""
+
+    prompt: Prompt
+    session: aiohttp.ClientSession
+    name: str
+    seeds: tuple[int, ...]
+    temperature: float
+
+
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """What is needed to turn prompts into groups. Shared by all leases of a process."""
+    """What is needed to turn prompts into groups. Shared by all leases of a process. Raises ValueError for tools or an
+    environment that cannot be imported."""
 
     config: RunConfig
     chat: Chat
     pool: Pool
     rewards: RewardWorkers
+    toolbox: Toolbox = field(init=False)
+    episodes: Episodes | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        toolbox, episodes = check_rollouts(self.config)
+        object.__setattr__(self, "toolbox", toolbox)
+        object.__setattr__(self, "episodes", episodes)
 
     async def group(self, prompt: Prompt, session: aiohttp.ClientSession, *, attempt: int) -> list[dict[str, Any]]:
-        """The rows of one group, scored, or its tombstone."""
-        size = self.config.grpo.num_generations_per_prompt
-        seed = derived_seed(self.config.seed, prompt.ordinal, 0)
+        """The rows of one group, scored, or its tombstone. Raise NoEngine."""
+        config, size = self.config, self.config.grpo.num_generations_per_prompt
+        name = f"{config.run_id}-{attempt}-{prompt.ordinal}"
+        task = Task(prompt, session, name, (config.seed, prompt.ordinal), config.sampling.temperature)
         try:
-            turns = await self.siblings(
-                self.chat.render(prompt.messages),
-                size,
-                session,
-                request_id=f"{self.config.run_id}-{attempt}-{prompt.ordinal}-0",
-                seed=seed,
-                temperature=self.config.sampling.temperature,
-            )
-            rollouts = [self._rollout(prompt, member, turn, seed) for member, turn in enumerate(turns)]
-            scores = await asyncio.to_thread(self._score, prompt, rollouts)
-        except (ChatError, RolloutFailed, RewardError) as error:
+            outcomes = await self.rollouts(task, size)
+            survivors = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+            failures = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)]
+            note = f"{len(failures)} of {size} rollouts failed, the first with: {failures[0]}" if failures else None
+            if len(survivors) < (config.generation.min_group_members or size):
+                raise RolloutFailed(note)
+            scores = await self.score(prompt, survivors)
+        except (EnvironmentFailed, RolloutFailed, RewardError) as error:
             return self.tombstone(prompt, f"{type(error).__name__}: {error}")
-        return [row for rollout in rollouts for row in self._rows(prompt, rollout, scores)]
+        return group_rows(config, prompt, survivors, scores, note=note)
 
     def tombstone(self, prompt: Prompt, cause: str) -> list[dict[str, Any]]:
         """The one row of a group that failed for good."""
-        return [{**self._facts(prompt, 0), **NO_ROLLOUT, "error": cause}]
+        return [tombstone_row(self.config, prompt, cause)]
 
-    def _rollout(self, prompt: Prompt, member: int, turn: Turn, seed: int) -> Rollout:
-        messages = [*prompt.messages, {"role": "assistant", "content": self.chat.text(turn.output_ids)}]
-        return Rollout(member, [turn], messages, turn.finish_reason, seed)
+    async def rollouts(self, task: Task, count: int) -> list[Rollout | RolloutFailed]:
+        """`count` rollouts of one prompt, each or why it failed for good. Raise NoEngine, or EnvironmentFailed when there
+        is no room for them."""
+
+        async def ask(ids: Sequence[int], n: int, number: int) -> list[Turn]:
+            return await self.siblings(
+                ids,
+                n,
+                task.session,
+                request_id=f"{task.name}-{number}",
+                seed=derived_seed(*task.seeds, number),
+                temperature=task.temperature,
+                prefixes=(task.name,),
+            )
+
+        async with AsyncExitStack() as stack:
+            if self.episodes is not None:
+                seconds = self.config.generation.lease_timeout_seconds
+                await stack.enter_async_context(self.episodes.places(count, deadline_seconds=seconds))
+            first = FirstTurns(count, ask)
+            stack.push_async_callback(first.close)
+            return await together(self._rollout(task, index, first) for index in range(count))
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Scores:
+        """The rewards of rollouts of one prompt, in their order. Raise RewardError."""
+        scores = await asyncio.wrap_future(
+            self.rewards.submit(
+                prompts=[rollout.messages[: rollout.opening_messages] for rollout in rollouts],
+                completions=[rollout.messages[rollout.opening_messages :] for rollout in rollouts],
+                completion_ids=[[token for turn in rollout.turns for token in turn.output_ids] for rollout in rollouts],
+                columns={name: [value] * len(rollouts) for name, value in prompt.columns.items()},
+            )
+        )
+        environment = self.config.environment
+        if isinstance(environment, NoEnvironment):
+            return scores
+        values = [rollout.environment_reward for rollout in rollouts]
+        return with_source(scores, ENVIRONMENT, values, environment.reward_weight)
+
+    async def close(self) -> None:
+        """Close the instances of the environment."""
+        if self.episodes is not None:
+            await self.episodes.close()
+
+    async def _rollout(self, task: Task, index: int, first: FirstTurns) -> Rollout | RolloutFailed:
+        """One rollout, tried again within its budget when its environment fails or it was cut off from outside."""
+        most = self.config.generation.max_rollout_attempts
+        for tried in range(1, most + 1):
+            try:
+                return await self._attempt(task, index, tried, first if tried == 1 else None)
+            except (RolloutFailed, ChatError) as error:
+                return RolloutFailed(f"{type(error).__name__}: {error}" if isinstance(error, ChatError) else str(error))
+            except (EnvironmentFailed, TurnAborted) as error:
+                cause = error
+        return RolloutFailed(f"{most} attempts failed, the last with: {cause}")
+
+    async def _attempt(self, task: Task, index: int, tried: int, first: FirstTurns | None) -> Rollout:
+        """One attempt at a rollout. `first` is where it meets its siblings; without it, it goes alone."""
+        async with AsyncExitStack() as stack:
+            try:
+                conversation = await self._begun(task, stack)
+            except BaseException:
+                if first is not None:
+                    first.give_up()
+                raise
+            while conversation.finish_reason is None:
+                number = len(conversation.turns)
+                if first is not None and number == 0:
+                    turn = await first.turn(conversation.prompt.ids)
+                else:
+                    turn = await self._alone(task, conversation, (index, number, tried))
+                await conversation.take(turn)
+            episode = conversation.episode
+            reward = await episode.reward() if episode is not None else None
+            return conversation.rollout(index, derived_seed(*task.seeds, 0), reward)
+
+    async def _begun(self, task: Task, stack: AsyncExitStack) -> Conversation:
+        if self.episodes is None:
+            return Conversation.begin(self.config, self.chat, self.toolbox, task.prompt.messages)
+        episode = await stack.enter_async_context(self.episodes.episode())
+        columns = {**task.prompt.columns, "prompt": task.prompt.messages}
+        # The same for all siblings, so that they are given the same task.
+        opening = await episode.reset(columns, derived_seed(*task.seeds) % 2**31)
+        return Conversation.begin(self.config, self.chat, self.toolbox, task.prompt.messages, episode, opening)
+
+    async def _alone(self, task: Task, conversation: Conversation, place: tuple[int, int, int]) -> Turn:
+        """The next turn of one rollout. `place`: rollout, turn, attempt."""
+        index, number, tried = place
+        began = conversation.turns[0].spans[0] if conversation.turns else None
+        (turn,) = await self.siblings(
+            conversation.prompt.ids,
+            1,
+            task.session,
+            request_id=f"{task.name}-{index}.{number}.{tried}",
+            seed=derived_seed(*task.seeds, *place),
+            temperature=task.temperature,
+            max_tokens=conversation.budget,
+            prefixes=(f"{task.name}-{index}", task.name),
+            since=None if began is None else Stamp(began.attempt, began.version),
+        )
+        return turn
 
     async def siblings(
         self,
@@ -95,21 +208,30 @@ class Generator:
         request_id: str,
         seed: int,
         temperature: float,
+        max_tokens: int | None = None,
+        prefixes: Sequence[str] = (),
+        since: Stamp | None = None,
     ) -> list[Turn]:
-        """`count` continuations of one prompt, tried on other engines within the budget. Raise RolloutFailed.
+        """`count` continuations of one prompt, tried on other engines within the budget. Raise RolloutFailed, NoEngine.
 
         One request for all of them: the prompt is read once, and the server's own work per rollout falls fourfold.
+        `max_tokens`: by default as many as a turn, a rollout and the context may have. `since` is the version under which
+        a rollout began that has earlier turns; raise TurnAborted when such a turn is cut off from outside.
         """
         config = self.config
-        budget = min(config.generation.max_completion_length, config.model.context_length - len(ids))
-        if budget < 1:
-            raise RolloutFailed(
-                f"the prompt has {len(ids)} tokens and leaves no room in model.context_length={config.model.context_length}; shorten it"
-            )
+        budget = self._budget(ids) if max_tokens is None else max_tokens
+        avoid: set[str] = set()
         for tried in range(1, config.generation.max_rollout_attempts + 1):
             try:
-                async with self.pool.engine(weight=count, deadline_seconds=config.pool.start_timeout_seconds) as member:
-                    client = EngineClient(member.url, session=session, name=member.name)
+                async with self.pool.engine(
+                    weight=count,
+                    deadline_seconds=config.pool.start_timeout_seconds,
+                    prefixes=prefixes,
+                    avoid=avoid,
+                    request_id=f"{request_id}-{tried}",
+                    since=since,
+                ) as member:
+                    client = EngineClient(member.url, session=session, name=member.name, kept_caches=self._kept_caches)
                     return await client.generate_many(
                         ids,
                         count,
@@ -121,78 +243,40 @@ class Generator:
                         cache_salt=str(self.pool.stamp),
                         deadline_seconds=config.generation.request_timeout_seconds,
                     )
-            except (EngineRejected, NoEngine) as error:
+            except EngineRejected as error:
                 raise RolloutFailed(str(error)) from error
             except (EngineUnavailable, InvalidGeneration) as error:
                 cause = error
+                if since is not None and isinstance(error, InvalidGeneration) and error.reason == "aborted":
+                    raise TurnAborted(str(error)) from error
+                avoid.add(member.name)
+                self.pool.failed(member.name)
                 # An engine that just died is ejected within a second; asking it again at once would spend the budget.
                 await asyncio.sleep(min(8.0, 0.5 * 2**tried))
         raise RolloutFailed(
             f"{config.generation.max_rollout_attempts} attempts failed, the last with: {cause}"
         ) from cause
 
-    def _score(self, prompt: Prompt, rollouts: list[Rollout]) -> Scores:
-        size = len(rollouts)
-        return self.rewards.score(
-            prompts=[prompt.messages] * size,
-            completions=[rollout.messages[len(prompt.messages) :] for rollout in rollouts],
-            completion_ids=[[token for turn in rollout.turns for token in turn.output_ids] for rollout in rollouts],
-            columns={name: [value] * size for name, value in prompt.columns.items()},
-        )
+    @property
+    def _kept_caches(self) -> bool:
+        return not self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
 
-    def _rows(self, prompt: Prompt, rollout: Rollout, scores: Scores) -> list[dict[str, Any]]:
-        sequences, _ = reconcile(rollout.turns, fork_threshold_tokens=self.config.generation.fork_threshold_tokens)
-        reward = scores.rewards[rollout.index]
-        outcome = {
-            "reward": None if math.isnan(reward) else reward,
-            "reward_components": [(name, values[rollout.index]) for name, values in scores.components.items()],
-            "finish_reason": rollout.finish_reason,
-            "status": OK,
-            "messages": json.dumps(rollout.messages),
-            "turns": len(rollout.turns),
-            "tool_calls": rollout.tool_calls,
-            "tool_failures": rollout.tool_failures,
-            "tool_seconds": rollout.tool_seconds,
-            "seed": rollout.seed,
-            "engine": rollout.turns[0].engine,
-            "submitted_at": rollout.turns[0].submitted_at,
-            "first_token_at": rollout.turns[0].first_token_at,
-            "finished_at": rollout.turns[-1].finished_at,
-        }
-        rows = []
-        for number, sequence in enumerate(sequences):
-            spans = [
-                {"attempt": s.attempt, "version": s.version, "start": s.start, "end": s.end} for s in sequence.spans
-            ]
-            tokens = {
-                "sequence": number,
-                "prompt_length": sequence.prompt_length,
-                "token_ids": sequence.ids,
-                "loss_mask": [bool(trained) for trained in sequence.mask],
-                "logprobs": sequence.logprobs,
-                "version_spans": spans,
-                "min_version": min(span.version for span in sequence.spans),
-                "max_version": max(span.version for span in sequence.spans),
-            }
-            rows.append({**self._facts(prompt, rollout.index), **outcome, **tokens})
-        return rows
+    def _budget(self, ids: Sequence[int]) -> int:
+        """Tokens that the first answer to a prompt may have. Raise RolloutFailed when there is no room for one."""
+        generation, context = self.config.generation, self.config.model.context_length
+        whole = generation.max_rollout_length or generation.max_completion_length
+        budget = min(generation.max_completion_length, whole, context - len(ids))
+        if budget < 1:
+            raise RolloutFailed(
+                f"the prompt has {len(ids)} tokens and leaves no room in model.context_length={context}; shorten it"
+            )
+        return budget
 
-    def _facts(self, prompt: Prompt, member: int) -> dict[str, Any]:
-        sampling = self.config.sampling
-        return {
-            "run_id": self.config.run_id,
-            "ordinal": prompt.ordinal,
-            "group_id": f"{self.config.run_id}-{prompt.ordinal}",
-            "rollout": member,
-            "epoch": prompt.epoch,
-            "dataset_index": prompt.dataset_index,
-            "environment": self.config.data.source.kind,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "max_tokens": self.config.generation.max_completion_length,
-        }
+
+def check_rollouts(config: RunConfig) -> tuple[Toolbox, Episodes | None]:
+    """The tools and the environment of a run. Raise ValueError, naming the one that cannot be imported."""
+    toolbox = Toolbox.of(config.generation.tools, timeout_seconds=config.generation.tool_timeout_seconds)
+    return toolbox, open_episodes(config.environment)
 
 
 def derived_seed(*parts: int) -> int:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 SERVED_MODEL_NAME = "policy"
+# Lets the trainer ask a worker how far it is with fetching weights from the store.
+STAGING_EXTENSION = "grpo_core.refit.store_worker.StagingExtension"
+# Adapters that one engine step may mix: the newest and those that long requests still name.
+MOST_ADAPTERS = 4
 
 
 class LaunchError(ValueError):
@@ -25,7 +29,7 @@ class EngineSpec:
 
     `kv_cache_bytes` is required on CPU, where the engine would otherwise take a share of the whole memory and a
     second engine would fail; on GPU None leaves the choice to `gpu_memory_utilization`. Two engines need two
-    seeds: unseeded draws of engines with one seed are the same.
+    seeds: unseeded draws of engines with one seed are the same. `lora_rank`: the engine can load adapters up to that rank.
     """
 
     model: str
@@ -47,6 +51,7 @@ class EngineSpec:
     enforce_eager: bool = True
     tokenizer: bool = False
     api_key: str | None = None
+    lora_rank: int | None = None
     cache_directory: str | None = None
     extra_arguments: tuple[str, ...] = ()
     extra_environment: tuple[tuple[str, str], ...] = ()
@@ -97,6 +102,10 @@ def _arguments(spec: EngineSpec, python: str) -> list[str]:
     arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     arguments += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": spec.transfer})]
+    if spec.transfer == "store":
+        arguments += ["--worker-extension-cls", STAGING_EXTENSION]
+    if spec.lora_rank is not None:
+        arguments += ["--enable-lora", "--max-lora-rank", str(spec.lora_rank), "--max-loras", str(MOST_ADAPTERS)]
     if spec.block_size is not None:
         arguments += ["--block-size", str(spec.block_size)]
     if spec.kv_cache_bytes is not None:
@@ -125,6 +134,8 @@ def _environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, str]:
     if spec.transfer == "ipc":
         # The handles of shared GPU memory travel as a pickle; only a loopback engine may accept that.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if spec.lora_rank is not None:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if spec.api_key is not None:
         environment["VLLM_API_KEY"] = spec.api_key
     if spec.cache_directory is not None:

@@ -1,8 +1,10 @@
 """Which engine takes the next request.
 
-Contract: a request goes to the admitted engine with the least load. An engine is admitted only while it carries
-the newest live version; without one, requests wait, within their deadline. The router is shared by all generation
-threads of a process; it holds no state that matters after a restart.
+Contract: a request goes to an admitted engine with room, in order of asking: to the one that holds its prefix unless
+that one is much busier, else to the least loaded. An engine is admitted only while it carries the newest live version;
+without one, requests wait, within their deadline. An engine that just failed a request rests, unless there is no other.
+While every admitted engine is at its limit, requests wait without a deadline: their lease has one. The router is shared
+by all generation threads of a process; it holds no state that matters after a restart.
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from grpo_core.trajectory import Stamp
 
-WAIT_SECONDS = 0.1
+WAIT_SECONDS = 0.05
+# An engine that lost a request is asked again after this long; by then a dead one has been ejected.
+REST_SECONDS = 5.0
+# A prefix is worth this many requests of extra load: reading it again costs about as much as one of them.
+PREFIX_SLACK = 16
+# Prefixes whose engine is remembered; the oldest are forgotten first.
+MOST_PREFIXES = 65536
 
 
 class NoEngine(RuntimeError):
@@ -25,20 +34,49 @@ class NoEngine(RuntimeError):
 
 @dataclass(slots=True)
 class Member:
-    """One engine as the router sees it."""
+    """One engine as the router sees it. `limit` is the most requests it should have, None for no limit."""
 
     name: str
     url: str
     admitted: bool = False
     load: int = 0
+    limit: int | None = None
+    rests_until: float = 0.0
+
+    def has_room(self, weight: int) -> bool:
+        return self.limit is None or self.load == 0 or self.load + weight <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A request that an engine is at. `since` is the version its rollout began under."""
+
+    request_id: str
+    engine: str
+    url: str
+    since: Stamp
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A request that waits for its engine."""
+
+    weight: int
+    prefixes: Sequence[str]
+    avoid: frozenset[str]
+    member: Member | None = field(default=None)
 
 
 class Pool:
     """The router. `stamp` is the newest live version."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
+        self._queue: list[_Ticket] = []
+        self._prefixes: OrderedDict[str, str] = OrderedDict()
+        self._in_flight: dict[str, InFlight] = {}
         self.stamp: Stamp | None = None
 
     def join(self, name: str, url: str) -> None:
@@ -47,7 +85,7 @@ class Pool:
             self._members[name] = Member(name, url)
 
     def leave(self, name: str) -> None:
-        """Forget an engine; its requests fail by themselves."""
+        """Forget an engine; its requests fail by themselves, or end when it still lives."""
         with self._lock:
             self._members.pop(name, None)
 
@@ -57,41 +95,132 @@ class Pool:
             self.stamp = stamp
             for member in self._members.values():
                 member.admitted = member.name in engines
+            self._serve()
 
     def admit(self, name: str) -> None:
         """An engine that joined late carries the newest version now."""
         with self._lock:
             self._members[name].admitted = True
+            self._serve()
+
+    def limit(self, name: str, limit: int | None) -> None:
+        """Give the engine at most so many requests from now on."""
+        with self._lock:
+            if name in self._members:
+                self._members[name].limit = limit
+            self._serve()
+
+    def failed(self, name: str) -> None:
+        """An engine lost a request: let it rest while there are others."""
+        with self._lock:
+            if name in self._members:
+                self._members[name].rests_until = self._clock() + REST_SECONDS
 
     def members(self) -> list[Member]:
         """A snapshot, in order of joining."""
         with self._lock:
-            return [Member(member.name, member.url, member.admitted, member.load) for member in self._members.values()]
+            return [replace(member) for member in self._members.values()]
 
     def load(self) -> int:
         """Requests in flight over all engines."""
         with self._lock:
             return sum(member.load for member in self._members.values())
 
+    def waiting(self) -> int:
+        """Requests that wait for an engine."""
+        with self._lock:
+            return sum(ticket.weight for ticket in self._queue)
+
+    def begun_before(self, version: int) -> list[InFlight]:
+        """The requests in flight whose rollout began under an older version than this one."""
+        with self._lock:
+            return [request for request in self._in_flight.values() if request.since.version < version]
+
     @asynccontextmanager
-    async def engine(self, *, weight: int, deadline_seconds: float) -> AsyncIterator[Member]:
-        """The least-loaded admitted engine, `weight` requests heavier meanwhile. Raise NoEngine at the deadline."""
-        deadline = time.monotonic() + deadline_seconds
-        while (member := self._take(weight)) is None:
-            if time.monotonic() > deadline:
-                raise NoEngine(
-                    f"no engine of the pool carried the newest version within {deadline_seconds:g} s; see the engines' logs"
-                )
-            await asyncio.sleep(WAIT_SECONDS)
+    async def engine(
+        self,
+        *,
+        weight: int,
+        deadline_seconds: float,
+        prefixes: Sequence[str] = (),
+        avoid: Iterable[str] = (),
+        request_id: str | None = None,
+        since: Stamp | None = None,
+    ) -> AsyncIterator[Member]:
+        """An engine for a request that counts as `weight`. Raise NoEngine when none is admitted within the deadline.
+
+        `prefixes` name what the request shares with others (its rollout, then its group): the engine that served the
+        first of them that is known is preferred. `avoid` are engines that failed it already. With a `request_id` the
+        request can be found by `begun_before`, as one of a rollout that began under `since` (default: now).
+        """
+        member = await self._wait(_Ticket(weight, prefixes, frozenset(avoid)), deadline_seconds)
+        began = since or self.stamp
+        if request_id is not None and began is not None:
+            with self._lock:
+                self._in_flight[request_id] = InFlight(request_id, member.name, member.url, began)
         try:
             yield member
         finally:
             with self._lock:
+                self._in_flight.pop(request_id or "", None)
                 member.load -= weight
+                self._serve()
 
-    def _take(self, weight: int) -> Member | None:
+    async def _wait(self, ticket: _Ticket, deadline_seconds: float) -> Member:
+        deadline = self._clock() + deadline_seconds
         with self._lock:
-            member = min((m for m in self._members.values() if m.admitted), key=lambda m: m.load, default=None)
-            if member is not None:
-                member.load += weight
-            return member
+            self._queue.append(ticket)
+            self._serve()
+        try:
+            while ticket.member is None:
+                if self._anyone_admitted():
+                    deadline = self._clock() + deadline_seconds
+                elif self._clock() > deadline:
+                    raise NoEngine(
+                        f"no engine of the pool carried the newest version within {deadline_seconds:g} s; see the engines' logs"
+                    )
+                await asyncio.sleep(WAIT_SECONDS)
+            return ticket.member
+        except BaseException:
+            with self._lock:
+                if ticket.member is not None:
+                    ticket.member.load -= ticket.weight
+                    self._serve()
+                else:
+                    self._queue.remove(ticket)
+            raise
+
+    def _anyone_admitted(self) -> bool:
+        with self._lock:
+            return any(member.admitted for member in self._members.values())
+
+    def _serve(self) -> None:
+        """Give engines to waiting requests, in their order, until one finds no room. Needs the lock."""
+        while self._queue:
+            ticket = self._queue[0]
+            member = self._choose(ticket)
+            if member is None:
+                return
+            member.load += ticket.weight
+            for prefix in ticket.prefixes:
+                self._prefixes[prefix] = member.name
+                self._prefixes.move_to_end(prefix)
+            while len(self._prefixes) > MOST_PREFIXES:
+                self._prefixes.popitem(last=False)
+            ticket.member = member
+            self._queue.pop(0)
+
+    def _choose(self, ticket: _Ticket) -> Member | None:
+        """The engine for a request; None while none has room. Needs the lock."""
+        admitted = [member for member in self._members.values() if member.admitted]
+        now = self._clock()
+        fresh = [member for member in admitted if member.rests_until <= now and member.name not in ticket.avoid]
+        candidates = [member for member in fresh or admitted if member.has_room(ticket.weight)]
+        if not candidates:
+            return None
+        least = min(candidates, key=lambda member: member.load)
+        for prefix in ticket.prefixes:
+            for member in candidates:
+                if member.name == self._prefixes.get(prefix) and member.load <= least.load + PREFIX_SLACK:
+                    return member
+        return least

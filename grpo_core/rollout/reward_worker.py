@@ -1,38 +1,36 @@
-"""The child process in which reward functions run: one JSON line in, one JSON line out, until its input closes.
+"""The child process in which reward functions run, until its input closes. JSON lines in, JSON lines out.
 
-Its input closes when the parent ends, however it ends; the worker then ends at once, in the middle of a call too.
+    python -m grpo_core.rollout.reward_worker MEMORY_BYTES module:function…
+
+In: {"id", "prompts", "completions", "completion_ids", "columns"}. Out, once: {"ready": true} or {"error"}; then per
+group {"id", "rewards"} or {"id", "error"}, in any order, and {"tick": true} every TICK_SECONDS while there is a group:
+a worker that does not tick is held up as a whole, as by a regular expression that backtracks for ever.
+
+Every group has a thread and an event loop of its own, so that none waits for another. The input closes when the parent
+ends, however it ends; the worker then ends at once, in the middle of a call too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import math
 import os
-import queue
+import resource
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from grpo_core.rollout.importable import imported
+
 RewardFunction = Callable[..., Any]
 
-
-def resolve(name: str) -> RewardFunction:
-    """The function called `module:function`. Raise ValueError with one sentence."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
-        raise ValueError(
-            f"reward function {name} cannot be imported ({type(error).__name__}: {error}); give module:function on the Python path"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"reward function {name} is a {type(function).__name__}, not a function; give module:function")
-    return function  # type: ignore[no-any-return]
+TICK_SECONDS = 0.25
+# Exit status of a worker that needed more memory than it may have.
+OUT_OF_MEMORY = 77
 
 
 async def score(functions: dict[str, RewardFunction], call: dict[str, Any]) -> dict[str, list[float | None]]:
@@ -45,7 +43,12 @@ async def score(functions: dict[str, RewardFunction], call: dict[str, Any]) -> d
                 values = await function(**arguments, **call["columns"])
             else:
                 values = await asyncio.to_thread(function, **arguments, **call["columns"])
+                # A callable object does not say beforehand that it is async.
+                values = await values if inspect.isawaitable(values) else values
             return [_number(value) for value in values]
+        except MemoryError:
+            # At once: what the function holds is held until this is handled, and nothing else has room to work.
+            os._exit(OUT_OF_MEMORY)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise ValueError(
@@ -65,37 +68,68 @@ def _number(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def main(names: list[str]) -> None:
+class Answers:
+    """The way back to the parent, for all threads. `open_calls` counts the groups that are being scored."""
+
+    def __init__(self) -> None:
+        # What a reward function prints must not end up between our answers.
+        self._output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+        self.open_calls = 0
+
+    def write(self, value: dict[str, Any]) -> None:
+        with self._lock:
+            self._output.write(json.dumps(value) + "\n")
+            self._output.flush()
+
+    def begin(self) -> None:
+        with self._lock:
+            self.open_calls += 1
+
+    def end(self, value: dict[str, Any]) -> None:
+        self.write(value)
+        with self._lock:
+            self.open_calls -= 1
+
+
+def main(memory_bytes: int, names: list[str]) -> None:
     """Serve calls on the pipes we were started with."""
-    # What a reward function prints must not end up between our answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
+    answers = Answers()
     try:
-        functions = {name: resolve(name) for name in names}
+        functions = {name: imported(name, "reward function") for name in names}
     except ValueError as error:
-        answer({"error": str(error)})
+        answers.write({"error": str(error)})
         return
-    answer({"ready": True})
-    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(calls,), daemon=True).start()
-    while True:
-        try:
-            answer({"rewards": asyncio.run(score(functions, json.loads(calls.get())))})
-        except ValueError as error:
-            answer({"error": str(error)})
-
-
-def _receive(calls: queue.SimpleQueue[str]) -> None:
-    """Hand over the calls; end the process with its input, whatever a reward function is doing."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    answers.write({"ready": True})
+    stopped = threading.Event()
+    threading.Thread(target=_tick, args=(answers, stopped), daemon=True).start()
     for line in sys.stdin:
-        calls.put(line)
+        answers.begin()
+        threading.Thread(target=_serve, args=(functions, line, answers), daemon=True).start()
     os._exit(0)
 
 
+def _serve(functions: dict[str, RewardFunction], line: str, answers: Answers) -> None:
+    """Score one group and answer. Ends the process where a function asks for it."""
+    call = json.loads(line)
+    try:
+        answer = {"id": call["id"], "rewards": asyncio.run(score(functions, call))}
+    except ValueError as error:
+        answer = {"id": call["id"], "error": str(error)}
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    answers.end(answer)
+
+
+def _tick(answers: Answers, stopped: threading.Event) -> None:
+    while not stopped.wait(TICK_SECONDS):
+        if answers.open_calls:
+            answers.write({"tick": True})
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

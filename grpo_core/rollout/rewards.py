@@ -1,101 +1,125 @@
 """Scoring in worker processes, so that a hang, a crash or a leak in a reward function costs one group.
 
 Contract: a reward function is named `module:function` and has TRL's signature `(completions, prompts,
-completion_ids, **columns)` → one float or None per completion, plain or async. A worker is a child process that
-speaks one JSON line per call over its pipes; it ends when this process ends, because its standard input closes.
-Rewards stay raw here; `None` means unscorable and is never turned into zero.
+completion_ids, **columns)` → one float or None per completion, plain or async. Rewards stay raw here; `None` means
+unscorable and is never turned into zero. A function may be called again with the same group, when its worker was lost.
+
+A worker scores up to rewards.groups_per_worker groups side by side, each on a thread, so that many groups that wait for
+something else wait together. What one group does to the others of its worker is undone:
+
+    it raises      an error for this group, nothing else
+    it is late     an error for this group at its deadline; the worker takes no new groups, ends when the others are
+                   scored, and another stands in for it at once
+    it is lost     crashed, out of memory, or holding the interpreter so that the worker no longer ticks: every group it
+                   had is scored once more in a worker of its own, where the one to blame fails alone, with its cause
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import math
-import os
-import queue
 import re
-import select
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_core.config import RewardsConfig
+from grpo_core.rollout.reward_process import (
+    END_SECONDS,
+    START_SECONDS,
+    Components,
+    RewardError,
+    RewardProcess,
+    WorkerLost,
+    alone,
+)
 
-START_SECONDS = 120.0
-# A worker is gone within moments of being killed.
-END_SECONDS = 10.0
+__all__ = ["RewardError", "RewardWorkers", "Scores", "with_source"]
 
-
-class RewardError(RuntimeError):
-    """A group that could not be scored; the message names the function and the cause."""
+# Groups that are scored once more after their worker was lost, each in a worker of its own, at the same time.
+ALONE_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """One group scored: per source its raw values, and per rollout the weighted sum (NaN where no source could score)."""
 
-    components: dict[str, list[float | None]]
+    components: Components
     rewards: list[float]
 
 
+def with_source(scores: Scores, name: str, values: Sequence[float | None], weight: float) -> Scores:
+    """The scores with one more source."""
+    rewards = [
+        reward if value is None else weight * value if math.isnan(reward) else math.fsum((reward, weight * value))
+        for reward, value in zip(scores.rewards, values, strict=True)
+    ]
+    return Scores({**scores.components, name: list(values)}, rewards)
+
+
 class RewardWorkers:
-    """A fixed set of worker processes. Thread-safe; `close` ends them for good."""
+    """A fixed number of worker processes, looked after by one event loop on a thread. Thread-safe.
+
+    `close` ends them for good, and with them whatever is being scored.
+    """
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config = config
         self._names = [source.function for source in config.functions]
-        self._idle: queue.Queue[_Worker] = queue.Queue()
-        self._workers = [_Worker(self._names) for _ in range(config.workers)]
-        for worker in self._workers:
-            self._idle.put(worker)
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._closing = threading.Lock()
+        self._workers: list[RewardProcess] = []
+        self._filling = asyncio.Lock()
+        self._slots = asyncio.Semaphore(config.workers * config.groups_per_worker)
+        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="rewards")
+        self._thread.start()
+        self._run(self._fill()).result(START_SECONDS)
 
     def check(self) -> None:
         """Wait until every worker has imported the functions. Raise RewardError with the import's own words."""
-        for worker in self._workers:
-            worker.ready(START_SECONDS)
+        self._run(self._ready()).result(2 * START_SECONDS)
 
-    def score(
+    def submit(
         self,
         *,
         prompts: list[Any],
         completions: list[Any],
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
-    ) -> Scores:
-        """Score one group of equally long lists. Raise RewardError on an exception, a crash, the deadline or after `close`."""
-        try:
-            worker = self._idle.get(timeout=self._config.timeout_seconds * (1 + len(self._workers)))
-        except queue.Empty as error:
-            raise RewardError(
-                f"no reward worker became free within rewards.timeout_seconds={self._config.timeout_seconds:g}; add rewards.workers"
-            ) from error
-        try:
-            call = {
-                "prompts": prompts,
-                "completions": completions,
-                "completion_ids": completion_ids,
-                "columns": columns,
-            }
-            components = worker.call(call, self._config.timeout_seconds)
-        finally:
-            self._idle.put(worker)
-        for name, values in components.items():
-            if len(values) != len(completions):
-                raise RewardError(
-                    f"reward function {name} returned {len(values)} values for {len(completions)} completions; return one for each"
-                )
-        weights = {source.function: source.weight for source in self._config.functions}
-        return Scores(components, [_weighted(index, components, weights) for index in range(len(completions))])
+    ) -> Future[Scores]:
+        """Score one group of equally long lists. The future raises RewardError on an exception, a crash, the deadline or
+        after `close`; cancelling it gives the group up. Until it is its turn a group waits without a deadline, since
+        whoever is before it has one."""
+        call = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "columns": columns,
+        }
+        return self._run(self._score(call, len(completions)))
+
+    def score(self, **group: Any) -> Scores:
+        """As `submit`, for a thread that waits."""
+        return self.submit(**group).result()
 
     def close(self) -> None:
         """End every worker; a call that is under way ends with RewardError, and so does every later one."""
-        for worker in self._workers:
-            worker.close()
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            # Whatever was submitted before runs before this, and is ended by it.
+            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        ended.result(2 * END_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_SECONDS)
+        self._loop.close()
 
     def __enter__(self) -> RewardWorkers:
         return self
@@ -103,107 +127,77 @@ class RewardWorkers:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        refused: Future[Any] = Future()
+        refused.set_exception(self._refusal())
+        return refused
 
-def _weighted(index: int, components: dict[str, list[float | None]], weights: dict[str, float]) -> float:
+    def _refusal(self) -> RewardError:
+        return RewardError(f"reward workers of {', '.join(self._names)} are closed; nothing is scored any more")
+
+    async def _fill(self) -> None:
+        async with self._filling:
+            # One that takes no more calls ends by itself, after its last.
+            self._workers = [worker for worker in self._workers if worker.takes_calls]
+            while self._names and len(self._workers) < self._config.workers:
+                self._workers.append(await RewardProcess.start(self._config))
+
+    async def _ready(self) -> None:
+        await self._fill()
+        for worker in self._workers:
+            await worker.ready()
+
+    async def _score(self, call: dict[str, Any], size: int) -> Scores:
+        if not self._names:
+            return Scores({}, [math.nan] * size)
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            components = await self._components(call)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise self._refusal() from None
+            raise
+        finally:
+            self._calls.discard(task)
+        for name, values in components.items():
+            if len(values) != size:
+                raise RewardError(
+                    f"reward function {name} returned {len(values)} values for {size} completions; return one for each"
+                )
+        weights = {source.function: source.weight for source in self._config.functions}
+        return Scores(components, [_weighted(index, components, weights) for index in range(size)])
+
+    async def _components(self, call: dict[str, Any]) -> Components:
+        """The answer of a worker; of one that has nothing else to do, if the first was lost."""
+        try:
+            async with self._slots:
+                await self._fill()
+                worker = min(self._workers, key=lambda worker: worker.load)
+                return await worker.call(call)
+        except WorkerLost:
+            async with self._alone, alone(self._config) as worker:
+                try:
+                    return await worker.call(call, must_tick=False)
+                except WorkerLost as error:
+                    raise RewardError(str(error)) from error
+
+    async def _end(self) -> None:
+        for task in list(self._calls):
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+
+
+def _weighted(index: int, components: Components, weights: dict[str, float]) -> float:
     values = [(weights[name], values[index]) for name, values in components.items()]
     known = [weight * value for weight, value in values if value is not None]
     return math.fsum(known) if known else math.nan
-
-
-class _Worker:
-    """One child process, started again after it had to be killed. One thread calls at a time; any may close."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        arguments = [sys.executable, "-m", "grpo_core.rollout.reward_worker", *self._names]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
-        with self._lock:
-            if self._closed:
-                raise RewardError(f"reward workers of {', '.join(self._names)} are closed; nothing is scored any more")
-            # A session of its own: a Ctrl-C in the terminal is for the flow, which then closes us.
-            self._process = subprocess.Popen(
-                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-            )
-            self._pending = b""
-            self._greeted = False
-            return self._process
-
-    def ready(self, seconds: float) -> subprocess.Popen[bytes]:
-        """The process, started if need be, once it has imported the functions. Raise RewardError."""
-        process = self._process if self._process is not None and not self._closed else self._start()
-        if not self._greeted:
-            hello = self._line(process, seconds, "importing the reward functions")
-            if "error" in hello:
-                self._drop(process)
-                raise RewardError(hello["error"])
-            self._greeted = True
-        return process
-
-    def call(self, call: dict[str, Any], seconds: float) -> dict[str, list[float | None]]:
-        process = self.ready(START_SECONDS)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(call, default=str).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError as error:
-            self._drop(process)
-            raise RewardError(
-                f"reward worker of {', '.join(self._names)} was gone before it could score this group; see its last lines above"
-            ) from error
-        answer = self._line(process, seconds, "scoring")
-        if "error" in answer:
-            raise RewardError(answer["error"])
-        return answer["rewards"]
-
-    def _line(self, process: subprocess.Popen[bytes], seconds: float, doing: str) -> dict[str, Any]:
-        assert process.stdout is not None
-        descriptor, deadline = process.stdout.fileno(), time.monotonic() + seconds
-        while b"\n" not in self._pending:
-            readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                self._drop(process)
-                raise RewardError(
-                    f"reward worker did not finish {doing} ({', '.join(self._names)}) within {seconds:g} s; raise rewards.timeout_seconds"
-                )
-            chunk = os.read(descriptor, 1 << 16)
-            if not chunk:
-                status = process.wait(END_SECONDS)
-                self._drop(process)
-                raise RewardError(
-                    f"reward worker died with status {status} while {doing} ({', '.join(self._names)}); see its last lines above"
-                )
-            self._pending += chunk
-        line, _, self._pending = self._pending.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _drop(self, process: subprocess.Popen[bytes]) -> None:
-        """End the process and let the next call start another; for the thread that calls."""
-        process.kill()
-        process.wait(END_SECONDS)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                # Unsent bytes to a worker that is gone by our own hand.
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        self._process = None
-
-    def close(self) -> None:
-        """End the process for good. Its pipes are left to a thread that may be reading them, which finds their end."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait(END_SECONDS)
 
 
 def reasoning_gym_score(
@@ -234,3 +228,23 @@ def exact_match(completions: list[list[dict[str, str]]], answer: list[str], **co
         float(completion[-1]["content"].strip() == expected.strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
+
+
+def math_verify(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float | None]:
+    """1 where math-verify finds the last message equal to the column `answer`, else 0; None where that says nothing.
+
+    Needs `pip install 'forebay[math]'`. The library's own deadlines are signals, which work in no thread but the first;
+    rewards.timeout_seconds stands in for them.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    kinds = (LatexExtractionConfig(), ExprExtractionConfig())
+
+    def score(completion: list[dict[str, str]], expected: str) -> float | None:
+        gold = parse(expected if "\\" in expected or "$" in expected else f"${expected}$", kinds, parsing_timeout=None)
+        if not gold:
+            return None
+        found = parse(completion[-1]["content"], kinds, parsing_timeout=None)
+        return float(verify(gold, found, timeout_seconds=None))
+
+    return [score(completion, expected) for completion, expected in zip(completions, answer, strict=True)]

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from grpo_core.trajectory import Stamp, Turn, VersionSpan
 
+# The key of the engines' generation routes comes from the environment alone.
+API_KEY_VARIABLE = "VLLM_API_KEY"
 # vLLM puts this prefix before the request id it was given; /abort_requests knows only the whole.
 REQUEST_PREFIX = "generate-tokens-"
 # vLLM reports NaN and -inf as -9999.
@@ -54,12 +56,15 @@ def generate_request(
     stop_token_ids: Sequence[int],
     cache_salt: str,
     n: int = 1,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """The request for `n` independent continuations of one prompt. The same seed gives the same `n` answers.
 
-    `logprobs: 0` asks for the log-prob of the sampled token alone, the cheapest exact form.
+    `logprobs: 0` asks for the log-prob of the sampled token alone, the cheapest exact form. `model` names an adapter;
+    without it the policy itself answers.
     """
     return {
+        **({} if model is None else {"model": model}),
         "request_id": request_id,
         "token_ids": list(prompt_ids),
         "cache_salt": cache_salt,
@@ -85,9 +90,10 @@ def generate_request(
     }
 
 
-def score_request(token_ids: Sequence[int], cache_salt: str) -> dict[str, Any]:
+def score_request(token_ids: Sequence[int], cache_salt: str, *, model: str | None = None) -> dict[str, Any]:
     """The request for the log-probs of a given sequence, at temperature 1 and bypassing any cached prefix."""
     return {
+        **({} if model is None else {"model": model}),
         "token_ids": list(token_ids),
         "cache_salt": cache_salt,
         "stream": False,
@@ -114,8 +120,12 @@ def parse_turns(
     engine: str,
     submitted_at: float,
     finished_at: float,
+    adapter: str | None = None,
 ) -> list[Turn]:
-    """The `n` choices of an answer as turns, in the order of their indices. Raises InvalidGeneration."""
+    """The `n` choices of an answer as turns, in the order of their indices. Raises InvalidGeneration.
+
+    With an `adapter`, which is a stamp, every token is of that version: engines stamp only changes of the weights below.
+    """
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         indices = [choice["index"] for choice in choices]
@@ -123,15 +133,44 @@ def parse_turns(
         raise InvalidGeneration("shape", f"engine {engine} answered without usable choices: {error!r}") from error
     if indices != list(range(n)):
         raise InvalidGeneration("choices", f"engine {engine} answered choices {indices}, expected 0 to {n - 1}")
-    return [_turn(choice, prompt_ids, engine, submitted_at, finished_at) for choice in choices]
+    if adapter is not None and answer.get("model") != adapter:
+        raise InvalidGeneration(
+            "version", f"engine {engine} answered with {answer.get('model')!r} instead of the adapter {adapter}"
+        )
+    return [_turn(choice, prompt_ids, engine, submitted_at, finished_at, adapter) for choice in choices]
 
 
-def _turn(choice: Mapping[str, Any], prompt_ids: Sequence[int], engine: str, submitted: float, finished: float) -> Turn:
+def check_first_span(turns: Sequence[Turn], cache_salt: str) -> None:
+    """Raise InvalidGeneration for a turn that began under another version than the one it was salted with.
+
+    When engines keep their caches across refits, a request that waited through one finds the prefixes of its salt, which
+    are the old version's, and goes on from them with the new weights: its tokens match neither policy from the first one
+    on. Made again with the new salt it is exact.
+    """
+    for turn in turns:
+        first = turn.spans[0]
+        if str(Stamp(first.attempt, first.version)) != cache_salt:
+            raise InvalidGeneration(
+                "salt",
+                f"engine {turn.engine} began a turn with version {first.attempt}.{first.version} on the cache of "
+                f"{cache_salt}; it is generated again",
+            )
+
+
+def _turn(
+    choice: Mapping[str, Any],
+    prompt_ids: Sequence[int],
+    engine: str,
+    submitted: float,
+    finished: float,
+    adapter: str | None,
+) -> Turn:
     try:
         ids = [int(token) for token in choice["token_ids"]]
         content = (choice["logprobs"] or {}).get("content") or []
         logprobs = [entry["logprob"] for entry in content]
-        raw_spans = list(choice.get("weight_versions") or [])
+        whole = [{"version": adapter, "start": 0, "end": len(ids)}]
+        raw_spans = list(choice.get("weight_versions") or []) if adapter is None else whole
         reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidGeneration("shape", f"engine {engine} answered a malformed choice: {error!r}") from error

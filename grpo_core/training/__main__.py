@@ -25,10 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_core.config import RunConfig, StreamData
 from grpo_core.recipe import with_changes
-from grpo_core.refit.gloo import GlooTransfer
-from grpo_core.refit.ipc import IpcTransfer
-from grpo_core.refit.nccl import NcclTransfer
-from grpo_core.refit.transfer import Transfer
+from grpo_core.refit.backends import transfer_of
 from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.schedule.window import Window
 from grpo_core.training import PARENT, checkpoint
@@ -45,9 +42,6 @@ from storage.objects import ObjectStore
 from storage.prompt_log import logged_prompts
 from storage.records import read_record
 from storage.trajectories import TrajectoryStore
-
-# vLLM's packed IPC buffer must hold the largest tensor, which is the embedding.
-IPC_BUFFER_BYTES = 2 << 30
 
 
 def main() -> None:
@@ -94,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         cache=PartCache(trajectories),
         canary=tuple(described["canary"]),
         device=device,
-        transfer=_transfer(config) if first else None,
+        transfer=transfer_of(config, store, fence=fence.check) if first else None,
     )
     commands = None
     if first:
@@ -155,7 +149,8 @@ def _conductor(
         frontier = Frontier.resume(FrontierState.from_json(manifest.frontier), keep_buffered=keep)
     lineage = Lineage.of(living_chain(store), every_steps=config.refit.every_steps)
     rollouts = config.grpo.num_generations_per_prompt
-    feed = Feed(store, trajectories, attempt, frontier, cache, rollouts=rollouts, lineage=lineage)
+    least = config.generation.min_group_members or rollouts
+    feed = Feed(store, trajectories, attempt, frontier, cache, rollouts=rollouts, least=least, lineage=lineage)
     if manifest is not None and keep:
         feed.restore(manifest.pinned, manifest.frontier["buffered"])
     footer = newest_footer(store)
@@ -192,16 +187,6 @@ class _Report:
     def __call__(self, content: dict[str, Any]) -> None:
         self._content |= content | {"at": time.time()}
         self._store.put(self._key, json.dumps(self._content).encode())
-
-
-def _transfer(config: RunConfig) -> Transfer:
-    match config.refit.backend:
-        case "gloo":
-            return GlooTransfer()
-        case "nccl":
-            return NcclTransfer()
-        case "ipc":
-            return IpcTransfer(IPC_BUFFER_BYTES)
 
 
 def _join_group(config: RunConfig) -> torch.device:

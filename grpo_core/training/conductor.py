@@ -332,7 +332,10 @@ class Conductor:
                 progress = time.monotonic()
             limit = self._config.pool.start_timeout_seconds + self._config.refit.transfer_timeout_seconds
             if time.monotonic() - began > limit:
-                raise TrainerStuck(f"no engine took the weights {stamp} within {limit:g} s; look at the engines' logs")
+                causes = "; ".join(f"{name}: {cause}" for name, cause in list(self._broken.items())[-1:])
+                raise TrainerStuck(
+                    f"no engine took the weights {stamp} within {limit:g} s; look at the engines' logs{causes and f', the last broke in {causes}'}"
+                )
             time.sleep(self._store.poll_seconds)
 
     def _note_refit(self, result: RefitResult, step: int, seconds: float) -> None:
@@ -341,7 +344,7 @@ class Conductor:
         version = result.stamp.version
         write_refit(
             self._store,
-            RefitRecord(self._attempt, version, step, result.refitted, result.seconds, result.canary),
+            RefitRecord(self._attempt, version, step, result.refitted, result.seconds, result.canary, result.bytes),
         )
         canary = max(result.canary.values(), default=0.0)
         self._report({"refit": {"version": version, "seconds": seconds, "canary": canary}})

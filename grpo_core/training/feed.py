@@ -128,8 +128,8 @@ class Lineage:
 
 
 class Feed:
-    """The buffered groups of one attempt, each of `rollouts` rollouts. `groups` maps ordinal → group; the caller takes
-    out what it decides."""
+    """The buffered groups of one attempt, each of `rollouts` rollouts, of which at least `least` must have succeeded.
+    `groups` maps ordinal → group; the caller takes out what it decides."""
 
     def __init__(
         self,
@@ -140,6 +140,7 @@ class Feed:
         cache: PartCache,
         *,
         rollouts: int,
+        least: int,
         lineage: Lineage,
     ) -> None:
         self._store = store
@@ -148,6 +149,7 @@ class Feed:
         self.frontier = frontier
         self.cache = cache
         self._rollouts = rollouts
+        self._least = least
         self._lineage = lineage
         self.groups: dict[int, BufferedGroup] = {}
         self._last_lease = -1
@@ -213,7 +215,7 @@ class Feed:
 
     def _remember(self, name: PartName, table: pa.Table, ordinals: set[int]) -> None:
         rows = self.cache.add(layout.part(name.attempt, name.lease, name.part), table)
-        for group in part_groups(name, table, rows, rollouts=self._rollouts, lineage=self._lineage):
+        for group in part_groups(name, table, rows, rollouts=self._rollouts, least=self._least, lineage=self._lineage):
             if group.ordinal in ordinals:
                 self.groups[group.ordinal] = group
 
@@ -234,9 +236,10 @@ def table_rows(table: pa.Table) -> list[Row]:
 
 
 def part_groups(
-    name: PartName, table: pa.Table, rows: Sequence[Row], *, rollouts: int, lineage: Lineage
+    name: PartName, table: pa.Table, rows: Sequence[Row], *, rollouts: int, least: int, lineage: Lineage
 ) -> list[BufferedGroup]:
-    """The groups of a part, in order of their ordinals. A whole group has the rollouts 0 to `rollouts` − 1."""
+    """The groups of a part, in order of their ordinals. A whole group has the rollouts 0 to `rollouts` − 1, or at least
+    `least` of them where the others failed for good: those have no reward and do not touch the baseline."""
     ordinals, numbers, rewards, epochs, indices, statuses, errors, engines = (
         table.column(column).to_pylist()
         for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error", "engine")
@@ -251,7 +254,7 @@ def part_groups(
         spans = [span for row in where for span in rows[row].spans]
         versions = [span.version for span in spans]
         failure = next((errors[row] or "failed" for row in where if statuses[row] != OK), None)
-        if failure is None and by_rollout.keys() != set(range(rollouts)):
+        if failure is None and not (by_rollout.keys() <= set(range(rollouts)) and len(by_rollout) >= least):
             failure = "incomplete group"
         if failure is None and not versions:
             failure = "no token was generated"
@@ -270,7 +273,8 @@ def part_groups(
                 dataset_index=indices[where[0]],
                 failure=failure,
                 foreign=not all(lineage.holds(span) for span in spans),
-                engines=frozenset(engines[row] for row in where),
+                # The turns of one rollout may come from several engines.
+                engines=frozenset(name for row in where for name in engines[row].split(",")),
             )
         )
     return groups

@@ -99,8 +99,8 @@ def _with_all_logprobs(result: StepResult) -> StepResult:
 def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
     """Gather on every rank, then move on rank 0. A failure of all engines is a result: the pool may recover."""
     settings = rank.config.refit
-    wire = getattr(torch, settings.wire_dtype)
-    on = rank.device if settings.backend != "gloo" else torch.device("cpu")
+    wire = getattr(torch, rank.config.wire_dtype)
+    on = rank.device if settings.backend in ("nccl", "ipc") else torch.device("cpu")
     tensors = gather(rank.policy.language_model, dtype=wire, device=on, keep=dist.get_rank() == 0)
     canary = _canary(rank, settings.canary_tolerance)
     if rank.transfer is None:

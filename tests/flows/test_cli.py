@@ -20,6 +20,7 @@ VERBS: dict[str, list[str]] = {
     "report": [],
     "gc": [],
     "export": ["-o", "out"],
+    "pool": ["--add", "http://a:1"],
 }
 
 

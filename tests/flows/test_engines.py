@@ -1,26 +1,30 @@
-"""Engines are started together or not at all, believed only in words they mean, and ended by one deadline."""
+"""Engines are started together or not at all, come and go while the run goes on, and are ended by one deadline."""
 
+import asyncio
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from flows import engines as module
+from flows import probe, slots
 from flows.control import LocalControl, Signals
-from flows.engines import Engines, PoolFailed, Slot, carried_stamp, responds
+from flows.engines import Engines, PoolFailed, pool_wish
 from flows.supervise import Child
-from grpo_core.config import LocalPool, RunConfig
+from grpo_core.config import ExternalPool, LocalPool, RunConfig
 from grpo_core.rollout.launch import EngineCommand
 from grpo_core.rollout.pool import Pool
-from storage.pool import RefitRecord
+from grpo_core.trajectory import Stamp
+from storage.objects import ObjectStore
+from storage.pool import PoolChange, PoolWish, RefitRecord, read_pool_changes, write_pool_wish, write_refit
+from tests.fake_engine import FakeEngine, Fault
 
-HOST = "127.0.0.1"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(300)"
 )
@@ -89,67 +93,366 @@ def test_an_engine_that_cannot_be_stopped_keeps_none_of_the_others(
     other.stop()
 
 
-ANSWERS = {
-    "a version": (b'HTTP/1.1 200 OK\r\nContent-Length: 26\r\n\r\n{"weight_version": "3.14"}', "3.14"),
-    "half a body": (b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"weight_version": "3', None),
-    "half a status line": (b"HTT", None),
-    "nothing": (b"", None),
-    "no JSON": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhm", None),
-    "another object": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", None),
-    "a list": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", None),
-    "an error": (b"HTTP/1.1 500 no\r\nContent-Length: 2\r\n\r\n{}", None),
-}
+@dataclass
+class Stage:
+    """A run's engines, its router and its store. `said` is what people were told."""
+
+    engines: Engines
+    router: Pool
+    store: ObjectStore
+    said: list[str]
+    live: RefitRecord | None = None
+    version: int = -1
+    changes: list[PoolChange] = field(default_factory=list)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Rounds until something is so."""
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, f"it never came to that; said: {self.said}"
+            self.round()
+            time.sleep(0.01)
+
+    def round(self) -> None:
+        self.engines.watch(self.store, 1, self.live)
+        self.changes += read_pool_changes(self.store, 1, after=len(self.changes) - 1)
+
+    def joined(self) -> list[str]:
+        return [name for change in self.changes for name in change.joined]
+
+    def left(self) -> list[str]:
+        return [name for change in self.changes for name in change.left]
+
+    def admitted(self) -> set[str]:
+        return {member.name for member in self.router.members() if member.admitted}
+
+    def refit(self, *names: str, late: bool = False) -> None:
+        """What the trainer and the pipeline do around a refit of these engines."""
+        self.version += not late
+        record = RefitRecord(1, self.version, self.version, names, {}, {})
+        write_refit(self.store, record)
+        if not late:
+            self.live = record
+            self.router.live(Stamp(1, self.version), names)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "WISH_SECONDS", 0.0)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
 
 
 @pytest.fixture
-def answer() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that sends the bytes in the list to each request, and closes the connection."""
-    said: list[bytes] = [b""]
-    with socket.create_server((HOST, 0)) as listener:
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    with ExitStack() as stack:
 
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(1 << 16)
-                    connection.sendall(said[0])
+        def begin(pool: LocalPool | ExternalPool) -> Stage:
+            said: list[str] = []
+            control = LocalControl(Signals(), show=lambda progress: None, say=said.append)
+            router = Pool()
+            config = RunConfig(pool=pool)
+            made = stack.enter_context(Engines(config, tmp_path, tmp_path, router, control))
+            made.begin_attempt()
+            return Stage(made, router, ObjectStore.open(str(tmp_path / "run")), said)
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://{HOST}:{listener.getsockname()[1]}", said
-        listener.shutdown(socket.SHUT_RDWR)
+        yield begin
 
 
-@pytest.mark.parametrize(("sent", "stamp"), ANSWERS.values(), ids=ANSWERS)
-def test_an_engine_that_dies_in_the_middle_of_an_answer_says_nothing(
-    answer: tuple[str, list[bytes]], sent: bytes, stamp: str | None
+@pytest.fixture
+def fakes() -> Iterator[list[FakeEngine]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeEngine()) for _ in range(2)]
+
+
+def external(fakes: list[FakeEngine], **settings: object) -> ExternalPool:
+    return ExternalPool.model_validate({"kind": "external", "urls": [fake.url for fake in fakes], **settings})
+
+
+def test_an_engine_joins_when_it_answers_and_serves_when_a_refit_names_it(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
 ) -> None:
-    url, said = answer
-    said[0] = sent
-    assert carried_stamp(url) == stamp
-    if b" 200 " not in sent:
-        assert not responds(url)
-
-
-def test_a_late_engine_is_asked_now_and_then_and_admitted_unless_a_refit_broke_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(module, "carried_stamp", lambda url: asked.append(url) or "1.2")
-    router = Pool()
-    pool = engines(tmp_path, router)
-    sound, broken = Slot(0, "http://sound", "sound"), Slot(1, "http://broken", "broken", broken="the canary disagreed")
-    pool._slots = [sound, broken]
-    for slot in pool._slots:
-        slot.ready = True
-        router.join(slot.name, slot.url)
-    behind, live = (RefitRecord(1, version, version, (), {}, {}) for version in (3, 2))
+    made = stage(external(fakes))
+    made.until(lambda: len(made.joined()) == 2)
+    assert made.engines.all_ready()
+    assert made.admitted() == set()
+    made.refit("engine-0")
+    made.round()
+    assert made.admitted() == {"engine-0"}
+    for fake in fakes:
+        fake.version = "1.0"
     for _ in range(5):
-        pool._admit_late(behind)
-    assert asked == ["http://sound"]
-    sound.probed_at = 0.0
-    pool._admit_late(live)
-    assert {member.name for member in router.members() if member.admitted} == {"sound"}
+        made.round()
+    assert made.admitted() == {"engine-0"}, "what an engine says of itself is not enough"
+    made.refit("engine-1", late=True)
+    made.round()
+    assert made.admitted() == {"engine-0", "engine-1"}
+
+
+def test_records_of_engines_that_joined_late_are_read_once_and_per_version(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes))
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0")
+    made.refit("engine-1", late=True)
+    made.round()
+    made.refit("engine-1")
+    made.round()
+    assert made.admitted() == {"engine-1"}
+    made.refit("engine-0", "gone", late=True)
+    made.round()
+    assert made.admitted() == {"engine-0", "engine-1"}
+
+
+def test_an_external_engine_that_was_restarted_joins_again_under_a_new_name(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes))
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0", "engine-1")
+    fakes[0].version = fakes[1].version = "1.0"
+    made.until(lambda: all(slot.stamp == "1.0" for slot in made.engines._slots))
+    fakes[1].restart()
+    made.until(lambda: "engine-1-1" in made.joined())
+    assert made.left() == ["engine-1"]
+    assert made.admitted() == {"engine-0"}
+    assert any("was restarted and has lost its weights" in line for line in made.said)
+
+
+def test_an_external_engine_that_falls_silent_leaves_until_it_answers_again(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes, health_timeout_seconds=0.3))
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0", "engine-1")
+    silent = Fault("/health", "status", times=10**6, status=503)
+    fakes[0].faults.append(silent)
+    made.until(lambda: made.left() == ["engine-0"])
+    assert made.admitted() == {"engine-1"}
+    silent.times = 0
+    made.until(lambda: "engine-0-1" in made.joined())
+
+
+def test_an_external_engine_that_a_refit_broke_is_refused_by_name_until_it_is_restarted(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes))
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0")
+    fakes[1].version = "1.0"
+    made.until(lambda: made.engines._slots[1].stamp == "1.0")
+    made.engines.replace({"engine-1": "transfer: the link broke"})
+    made.engines.replace({"engine-1": "transfer: the link broke"})
+    assert sum("the link broke" in line and fakes[1].url in line for line in made.said) == 1
+    looks = fakes[1].calls.count("/metrics")
+    made.until(lambda: fakes[1].calls.count("/metrics") > looks + 3)
+    assert "engine-1-1" not in made.joined()
+    fakes[1].restart()
+    made.until(lambda: "engine-1-1" in made.joined())
+    with pytest.raises(PoolFailed, match="no other engine is left"):
+        made.engines.replace({"engine-0": "finish: 500", "engine-1-1": "finish: 500"})
+
+
+def test_an_external_engine_that_never_answers_keeps_nobody_waiting(
+    stage: Callable[..., Stage], fakes: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXTERNAL_SECONDS", 0.0)
+    fakes[1].faults.append(Fault("/health", "status", times=10**6))
+    made = stage(external(fakes, start_timeout_seconds=0.2))
+    made.until(lambda: made.engines.all_ready())
+    made.until(lambda: any("the run goes on without it" in line for line in made.said))
+    fakes[1].faults.clear()
+    made.until(lambda: len(made.joined()) == 2)
+
+
+def test_a_pool_of_which_nobody_answers_fails_naming_the_engine(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    for fake in fakes:
+        fake.die()
+    made = stage(external(fakes, start_timeout_seconds=0.1))
+    with pytest.raises(
+        PoolFailed, match=r"engine-\d at http://\S+ was not ready within pool.start_timeout_seconds=0.1"
+    ):
+        made.until(lambda: False)
+
+
+def test_engines_are_added_and_removed_while_the_run_goes_on(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes[:1]))
+    made.until(lambda: made.joined() == ["engine-0"])
+    made.refit("engine-0")
+    write_pool_wish(made.store, pool_wish([fakes[1].url + "/"], []))
+    made.until(lambda: made.joined() == ["engine-0", "engine-1"])
+    made.refit("engine-1", late=True)
+    write_pool_wish(made.store, PoolWish(remove=(fakes[0].url,)))
+    made.until(lambda: made.left() == ["engine-0"])
+    made.round()
+    assert made.admitted() == {"engine-1"}
+    write_pool_wish(made.store, PoolWish(add=(fakes[0].url,)))
+    made.until(lambda: made.joined()[-1] == "engine-2")
+    write_pool_wish(made.store, PoolWish(remove=tuple(fake.url for fake in fakes)))
+    with pytest.raises(PoolFailed, match="was the last engine of the pool"):
+        made.round()
+
+
+def test_a_continued_run_does_not_wait_for_an_engine_that_was_removed(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes[:1]))
+    write_pool_wish(made.store, PoolWish(add=(fakes[1].url,)))
+    write_pool_wish(made.store, PoolWish(remove=(fakes[0].url,)))
+    fakes[0].die()
+    made.engines.heed_wishes(made.store)
+    deadline = time.monotonic() + 20
+    while not made.engines.all_ready():
+        assert time.monotonic() < deadline
+        made.engines.probe()
+    made.until(lambda: made.joined() == ["engine-1"])
+
+
+@pytest.mark.parametrize(
+    ("add", "remove", "said"),
+    [
+        ([], [], "no engine is named"),
+        (["http://a:1"], ["http://a:1/"], "http://a:1 cannot be added and removed at once"),
+        (["a:1"], [], "'a:1' is not the address"),
+        ([], ["http://a:1/v1"], "is not the address"),
+    ],
+)
+def test_a_wish_that_cannot_be_meant_is_refused(add: list[str], remove: list[str], said: str) -> None:
+    with pytest.raises(PoolFailed, match=said):
+        pool_wish(add, remove)
+
+
+def test_a_request_that_is_too_old_to_be_trained_on_is_ended_once(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes[:1]))
+    made.until(lambda: made.joined() == ["engine-0"])
+    made.refit("engine-0")
+    fakes[0].calls.clear()
+
+    async def run() -> None:
+        async with made.router.engine(weight=1, deadline_seconds=0, request_id="r", since=Stamp(1, 0)):
+            made.engines.cancel_begun_before(0)
+            for _ in range(3):
+                made.engines.cancel_begun_before(1)
+            while "/abort_requests" not in fakes[0].calls:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    aborted = [body for path, body in fakes[0].bodies if path == "/abort_requests"]
+    assert aborted == [{"request_ids": ["generate-tokens-r"]}]
+
+
+def test_load_of_the_engines_becomes_metrics_and_evictions_become_a_limit(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes))
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0", "engine-1")
+    made.until(lambda: all(slot.load_before for slot in made.engines._slots))
+    metrics = made.engines.metrics()
+    assert (metrics["pool/engines"], metrics["pool/queued"], metrics["pool/kv_usage"]) == (2, 0, 0.25)
+    assert {member.limit for member in made.router.members()} == {None}
+    fakes[0].preemptions = 3
+    made.until(lambda: made.router.members()[0].limit is not None)
+    assert made.router.members()[1].limit is None
+
+
+def local(**settings: object) -> LocalPool:
+    return LocalPool.model_validate({"engines": 1, **settings})
+
+
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Local processes that answer, unless told otherwise; what they are asked goes nowhere."""
+    answers = {"healthy": True}
+    monkeypatch.setattr(probe, "responds", lambda url: answers["healthy"])
+    monkeypatch.setattr(probe, "text_of", lambda url: None)
+    return answers
+
+
+def test_a_local_engine_that_died_is_started_again_under_a_new_name(
+    stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
+    made = stage(local(max_restarts=2))
+    made.until(lambda: made.joined() == ["engine-0"])
+    for life in (1, 2):
+        os.kill(children(made.engines)[0].pid, signal.SIGKILL)
+        made.until(lambda: made.joined()[-1] == f"engine-0-{life}")  # noqa: B023
+    assert made.left() == ["engine-0", "engine-0-1"]
+    os.kill(children(made.engines)[0].pid, signal.SIGKILL)
+    with pytest.raises(PoolFailed, match=r"(?s)engine 0 was lost 3 times, more than pool.max_restarts=2.*SIGKILL"):
+        made.until(lambda: False)
+
+
+def test_a_local_engine_waits_before_it_is_started_again(
+    stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "LONGEST_DELAY", 1e9)
+    monkeypatch.setattr(module, "restart_delay", lambda losses: 1e9)
+    made = stage(local())
+    made.until(lambda: made.joined() == ["engine-0"])
+    os.kill(children(made.engines)[0].pid, signal.SIGKILL)
+    made.until(lambda: made.left() == ["engine-0"])
+    for _ in range(5):
+        made.round()
+    assert children(made.engines) == []
+    made.engines._slots[0].restart_at = 0.0
+    made.until(lambda: made.joined()[-1] == "engine-0-1")
+
+
+def test_a_local_engine_that_falls_silent_is_killed_and_replaced(
+    stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
+    made = stage(local(health_timeout_seconds=0.2))
+    made.until(lambda: made.joined() == ["engine-0"])
+    (hung,) = children(made.engines)
+    healthy["healthy"] = False
+    made.until(lambda: made.left() == ["engine-0"])
+    healthy["healthy"] = True
+    made.until(lambda: made.joined()[-1] == "engine-0-1")
+    assert hung.poll() is not None
+    assert any("was silent for pool.health_timeout_seconds=0.2" in line for line in made.said)
+
+
+def test_a_local_engine_that_a_refit_broke_is_replaced(
+    stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
+    made = stage(local())
+    made.until(lambda: made.joined() == ["engine-0"])
+    made.engines.replace({"engine-0": "transfer: 500"})
+    assert made.router.members() == []
+    made.until(lambda: made.joined()[-1] == "engine-0-1")
+    assert any("broke in a refit: transfer: 500" in line for line in made.said)
+
+
+def test_an_engine_that_dies_while_it_starts_fails_the_run_at_once(
+    stage: Callable[..., Stage], healthy: dict[str, bool]
+) -> None:
+    healthy["healthy"] = False
+    made = stage(local())
+    os.kill(children(made.engines)[0].pid, signal.SIGKILL)
+    with pytest.raises(PoolFailed, match="died while it was starting"):
+        made.until(lambda: False)
+
+
+@pytest.mark.parametrize(("key", "others"), [(None, True), ("secret", False)])
+def test_a_pool_that_others_can_reach_is_warned_about(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, key: str | None, others: bool
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    made = stage(local(host="0.0.0.0"))
+    (warning,) = made.said
+    assert "no authentication" in warning
+    assert ("VLLM_API_KEY is not set" in warning) is others

@@ -79,10 +79,6 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         {"training": {"step_timeout_seconds": 900}},
         ["training.step_timeout_seconds=900", "generation.lease_timeout_seconds=900"],
     ),
-    (
-        {"grpo": {"async_grpo": {"recompute_kv_cache_after_weight_updates": False}}},
-        ["recompute_kv_cache_after_weight_updates=false", "in_flight_weight_updates=true", "neither policy"],
-    ),
     ({"training": {"nodes": 2}}, ["training.nodes=2", "training.rendezvous"]),
     ({"sampling": {"top_p": 0.9}}, ["sampling.top_p=0.9", "1.0"]),
     ({"sampling": {"top_k": 5}}, ["sampling.top_k=5"]),
@@ -93,7 +89,19 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"objective": {"beta": 0.1}}, ["objective.beta", "0.1"]),
     ({"optimizer": {"learning_rate": float("inf")}}, ["optimizer.learning_rate", "inf"]),
     ({"rewards": {"functions": [{"function": "m:f", "weight": float("nan")}]}}, ["rewards.functions.0.weight", "nan"]),
-    ({"rewards": {"functions": []}}, ["rewards.functions"]),
+    ({"rewards": {"functions": []}}, ["rewards.functions is empty", "environment.kind=none"]),
+    ({"generation": {"min_group_members": 9}}, ["generation.min_group_members=9", "grpo.num_generations_per_prompt=8"]),
+    ({"generation": {"tools": ["a:f", "b:C.f"]}}, ["generation.tools", "more than one tool called f"]),
+    ({"generation": {"tools": ["calculator"]}}, ["generation.tools.0", "calculator"]),
+    (
+        {"environment": {"kind": "http", "url": "http://a:1", "instances": 7}},
+        ["environment.instances=7", "grpo.num_generations_per_prompt=8"],
+    ),
+    (
+        {"environment": {"kind": "reasoning_gym"}, "data": {"source": {"kind": "files", "path": "x.jsonl"}}},
+        ["environment.kind=reasoning_gym", "data.source.kind is files"],
+    ),
+    ({"environment": {"kind": "http", "url": "ftp://a"}}, ["environment.http.url", "ftp://a"]),
     ({"rewards": {"functions": [{"function": "no colon"}]}}, ["rewards.functions.0.function", "no colon"]),
     ({"pool": {"kind": "external", "urls": ["ftp://x"]}}, ["pool.external.urls.0", "ftp://x"]),
 ]  # fmt: skip
@@ -113,12 +121,35 @@ def test_window_without_correction_can_be_acknowledged() -> None:
     assert parse({"objective": objective}, where="x").grpo.async_grpo.max_trajectory_age_steps == 2
 
 
-def test_drained_requests_may_keep_their_caches() -> None:
-    drained = {"in_flight_weight_updates": False, "recompute_kv_cache_after_weight_updates": False}
-    assert (
-        parse({"grpo": {"async_grpo": drained}}, where="x").grpo.async_grpo.recompute_kv_cache_after_weight_updates
-        is False
-    )
+@pytest.mark.parametrize(
+    ("device", "dtype", "asked", "wire"),
+    [
+        ("cpu", "bfloat16", None, "float32"),
+        ("cpu", "bfloat16", "bfloat16", "bfloat16"),
+        ("cuda", "bfloat16", None, "bfloat16"),
+        ("cuda", "float32", None, "float32"),
+        ("cuda", "bfloat16", "float32", "float32"),
+    ],
+)
+def test_weights_travel_in_what_engines_on_gpus_compute_in(device: str, dtype: str, asked: Any, wire: str) -> None:
+    values = {
+        "model": {"dtype": dtype},
+        "training": {"device": device},
+        "pool": {"kind": "local", "device": device},
+        "refit": {"backend": "store", "wire_dtype": asked},
+    }
+    assert parse(values, where="x").wire_dtype == wire
+
+
+@pytest.mark.parametrize("engines", ["cpu", "cuda"])
+@pytest.mark.parametrize("trainer", ["cpu", "cuda"])
+def test_the_store_serves_engines_of_every_kind(trainer: str, engines: str) -> None:
+    values = {
+        "refit": {"backend": "store"},
+        "training": {"device": trainer},
+        "pool": {"kind": "local", "device": engines},
+    }
+    assert parse(values, where="x").refit.backend == "store"
 
 
 @pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[2] / "deployments" / "recipes").glob("*.yaml")))
@@ -160,3 +191,8 @@ def test_the_kind_of_a_pool_decides_its_keys() -> None:
     external = parse({"pool": {"kind": "external", "urls": ["http://a:1"]}}, where="x").pool
     assert isinstance(external, ExternalPool) and external.urls == ("http://a:1",)
     assert "engines" in refusal({"pool": {"kind": "external", "urls": ["http://a:1"], "engines": 2}})
+
+
+def test_rewards_may_come_from_the_environment_alone() -> None:
+    config = parse({"rewards": {"functions": []}, "environment": {"kind": "reasoning_gym"}}, where="x")
+    assert config.rewards.functions == () and config.environment.kind == "reasoning_gym"

@@ -17,6 +17,8 @@ def test_names_are_those_of_the_documented_layout() -> None:
     assert layout.manifest(3, 7) == "checkpoints/000003/step-000000007/MANIFEST.json"
     assert layout.weights(3, 7) == "weights/000003/version-000000007/"
     assert layout.refit(3, 7) == "refits/000003/version-000000007.json"
+    assert layout.refit(3, 7, 2) == "refits/000003/version-000000007.late-002.json"
+    assert layout.pool_wish(4) == "pool/wishes/wish-000004.json"
     assert layout.evaluation(3, 7) == "evaluations/000003/version-000000007.parquet"
     assert layout.evaluation(3, 7, "held-out") == "evaluations/000003/version-000000007.held-out.parquet"
 

@@ -7,7 +7,18 @@ import pytest
 from storage import layout
 from storage.errors import DamagedRecord, Fenced
 from storage.objects import ObjectStore
-from storage.pool import PoolChange, RefitRecord, read_pool_changes, read_refit, write_pool_change, write_refit
+from storage.pool import (
+    PoolChange,
+    PoolWish,
+    RefitRecord,
+    read_pool_changes,
+    read_pool_wishes,
+    read_refit,
+    wished,
+    write_pool_change,
+    write_pool_wish,
+    write_refit,
+)
 from storage.records import write_record
 
 RECORD = RefitRecord(2, 5, 5, ("a", "b"), {"pause": 0.1}, {"a": 1e-6, "b": 2e-6})
@@ -38,8 +49,19 @@ def test_a_version_is_live_once_its_first_record_is_there(store: ObjectStore) ->
     assert read_refit(store, 2, 5) is None
     assert write_refit(store, RECORD)
     later = RefitRecord(2, 5, 5, ("late",), {}, {})
-    assert not write_refit(store, later)
-    assert read_refit(store, 2, 5) == RECORD
+    latest = RefitRecord(2, 5, 5, ("later still",), {}, {}, bytes=7)
+    assert [write_refit(store, later), write_refit(store, latest)] == [False, False]
+    assert [read_refit(store, 2, 5, number) for number in range(4)] == [RECORD, later, latest, None]
+    assert read_refit(store, 2, 6) is None
+
+
+def test_wishes_of_several_people_are_all_kept_in_order(store: ObjectStore) -> None:
+    first, second = PoolWish(add=("http://a:1", "http://b:1")), PoolWish(remove=("http://a:1",))
+    assert [write_pool_wish(store, first), write_pool_wish(store, second)] == [0, 1]
+    assert read_pool_wishes(store) == [first, second]
+    assert read_pool_wishes(store, after=0) == [second]
+    assert wished([first, second]) == {"http://a:1": False, "http://b:1": True}
+    assert wished([second, first])["http://a:1"]
 
 
 def test_a_record_that_is_no_refit_is_called_damaged(local_store: ObjectStore) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.refit import coordinator
+from grpo_core.refit import phases
 from grpo_core.refit.canary import Canary
 from grpo_core.refit.control import EngineAddress, EngineControl
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
@@ -60,6 +60,9 @@ class HttpTransfer:
         self.opened: list[str] = []
         self.closed: list[str] = []
 
+    def prepare(self, weights: Weights, stamp: Stamp) -> int:
+        return weights.bytes
+
     def is_open(self, engine: str) -> bool:
         return engine in self.opened
 
@@ -98,7 +101,8 @@ def test_phases_follow_each_other_on_every_engine(pool: list[FakeEngine]) -> Non
     result = refit(pool)
     assert result.refitted == ("e0", "e1", "e2")
     assert broken(result) == {}
-    assert list(result.seconds) == ["connect", "pause", "start", "transfer", "finish", "resume", "canary"]
+    assert list(result.seconds) == ["prepare", "connect", "pause", "start", "transfer", "finish", "resume", "canary"]
+    assert result.bytes == 2 * 4 * 2 * 4
     assert all(result.canary[name] <= 1e-9 for name in result.refitted)
     for engine in pool:
         assert engine.calls == REFIT_ORDER
@@ -232,7 +236,7 @@ def test_bug_of_ours_ends_the_refit_with_the_engines_resumed(pool: list[FakeEngi
 
 
 def test_call_that_ignores_its_deadline_is_given_up(pool: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(phases, "GRACE_SECONDS", 0.1)
 
     class Deaf(HttpTransfer):
         def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:

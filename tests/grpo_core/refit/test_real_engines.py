@@ -15,45 +15,24 @@ import aiohttp
 import pytest
 import torch
 
-from grpo_core.refit.canary import Canary, canary_tokens
+from grpo_core.refit.canary import Canary
 from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
-from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
+from grpo_core.refit.coordinator import RefitFailed, RefitResult, refit_weights
 from grpo_core.refit.digest import ManifestError
 from grpo_core.refit.gloo import GlooTransfer
-from grpo_core.refit.source import gather
 from grpo_core.refit.transfer import Transfer, Weights
 from grpo_core.rollout.engine import EngineClient
+from grpo_core.rollout.wire import InvalidGeneration
 from grpo_core.trajectory import Stamp, Turn
-from tests.vllm_engine import RunningEngine, running_engines, write_tiny_qwen3
+from tests.grpo_core.refit.real import SETTINGS, Sampling, canary_of, logprobs_of, randomise, weights_of
+from tests.vllm_engine import RunningEngine, running_engines, write_tiny_model
 
 pytestmark = pytest.mark.vllm
-
-SETTINGS = RefitSettings(
-    connect_seconds=60,
-    pause_seconds=60,
-    start_seconds=60,
-    transfer_seconds=60,
-    finish_seconds=60,
-    resume_seconds=60,
-    canary_seconds=120,
-    pause_mode="keep",
-    clear_cache=True,
-    digests=True,
-)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass
 class Pool:
-    """A tied and an untied engine, the model each was started from, and the link to them."""
+    """A tied engine of two workers and an untied one of one, the model each was started from, and the link to them."""
 
     engines: dict[str, RunningEngine]
     models: dict[str, Any]
@@ -75,42 +54,19 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(vllm_engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """The shared engine (untied) and one of this module's own (tied), which the last test kills."""
+    """The shared engine (Qwen3, untied) and one of this module's own (Llama, tied, two workers), which the last test
+    kills."""
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("engines")
-    with running_engines([write_tiny_qwen3(directory / "model", tied=True)], directory) as own:
+    model = write_tiny_model(directory / "model", "llama", tied=True)
+    with running_engines([model], directory, tensor_parallel_size=2) as own:
         engines = {"tied": own[0], "untied": vllm_engine}
         models = {
             name: AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
             for name, engine in engines.items()
         }
         yield Pool(engines, models, GlooTransfer())
-
-
-def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
-    return gather(model, dtype=torch.float32, device="cpu", keep=True)
-
-
-def randomise(model: Any, seed: int) -> None:
-    """Weights with a distribution far from uniform, so that a wrong tensor shows in the log-probs."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=draw)
-            parameter.copy_(0.2 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
-
-
-def logprobs_of(model: Any, ids: list[int]) -> list[float]:
-    """Log-probs (nats) of `ids[1:]` by the model itself, in one forward pass."""
-    with torch.no_grad():
-        table = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), dim=-1)
-    return [float(table[position, token]) for position, token in enumerate(ids[1:])]
-
-
-def canary_of(model: Any) -> Canary:
-    ids = canary_tokens([[(7 * i) % 128 for i in range(64)]], context=2048)
-    return Canary(ids, tuple(logprobs_of(model, list(ids))), tolerance=1e-4)
 
 
 def test_three_refits_agree_with_the_trainer_whether_the_head_is_tied_or_not(pool: Pool) -> None:
@@ -123,14 +79,28 @@ def test_three_refits_agree_with_the_trainer_whether_the_head_is_tied_or_not(poo
             assert EngineControl(pool.address(name)).weight_stamp(10) == f"1.{version}"
 
 
+def test_fifty_refits_stay_exact_and_leave_no_memory_behind(pool: Pool) -> None:
+    before: dict[str, int] = {}
+    for version in range(50):
+        for name, model in pool.models.items():
+            randomise(model, seed=100 + version)
+            assert pool.refit(name, Stamp(1, 10 + version)).canary[name] <= 1e-4
+            if version == 9:
+                before[name] = pool.engines[name].memory()
+    for name, engine in pool.engines.items():
+        size = sum(tensor.nbytes for _, tensor in weights_of(pool.models[name]))
+        # A copy of the weights left behind by each refit would be forty of them.
+        assert engine.memory() - before[name] < 10 * size
+
+
 def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_weights(pool: Pool) -> None:
-    model = pool.models["tied"]
+    model = pool.models["untied"]
     prompt = list(range(1, 13))
 
     async def straddle(weights: Any, canary: Canary, version: int) -> Turn:
         """A long request, and a refit as soon as the engine is at it."""
         async with aiohttp.ClientSession() as session:
-            client = EngineClient(pool.engines["tied"].url, session=session)
+            client = EngineClient(pool.engines["untied"].url, session=session)
             request = asyncio.create_task(
                 client.generate(
                     prompt,
@@ -145,7 +115,7 @@ def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_we
             )
             while not request.done() and (await client.metrics(deadline_seconds=10))["running"] < 1:
                 await asyncio.sleep(0.005)
-            engines = [pool.address("tied")]
+            engines = [pool.address("untied")]
             await asyncio.to_thread(
                 refit_weights, weights, engines, Stamp(2, version + 1), pool.transfer, SETTINGS, canary=canary
             )
@@ -154,7 +124,7 @@ def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_we
     # On a fast machine the request may end before the refit begins; then it is tried again with the next versions.
     for version in range(0, 20, 2):
         randomise(model, seed=10 + version)
-        pool.refit("tied", Stamp(2, version))
+        pool.refit("untied", Stamp(2, version))
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         randomise(model, seed=11 + version)
         turn = asyncio.run(straddle(weights_of(model), canary_of(model), version))
@@ -246,6 +216,42 @@ def test_cached_prefixes_serve_their_own_version_only(pool: Pool) -> None:
     assert [asyncio.run(hits_of("3.2")), asyncio.run(hits_of("3.2"))] == [0, 96]
     pool.refit("untied", Stamp(3, 3))
     assert [asyncio.run(hits_of("3.3")), asyncio.run(hits_of("3.3"))] == [0, 96]
+
+
+def test_with_kept_caches_a_request_that_waited_through_a_refit_is_generated_again(pool: Pool) -> None:
+    """Its first token would come from keys and values of the old weights."""
+    model, prompt = pool.models["untied"], list(range(1, 65))
+    randomise(model, seed=40)
+    pool.refit("untied", Stamp(3, 4), clear_cache=False)
+    engine = EngineControl(pool.address("untied"))
+
+    async def ask(salt: str) -> Turn:
+        async with aiohttp.ClientSession() as session:
+            return await EngineClient(pool.engines["untied"].url, session=session, kept_caches=True).generate(
+                prompt,
+                request_id=f"kept {salt}",
+                sampling=Sampling(),
+                max_tokens=4,
+                seed=1,
+                stop_token_ids=[],
+                cache_salt=salt,
+                deadline_seconds=120,
+            )
+
+    async def straddle() -> Turn:
+        await ask("3.4")
+        await asyncio.to_thread(engine.pause, "keep", False, 60)
+        waiting = asyncio.create_task(ask("3.4"))
+        await asyncio.sleep(1.0)
+        randomise(model, seed=41)
+        await asyncio.to_thread(pool.refit, "untied", Stamp(3, 5), clear_cache=False)
+        return await waiting
+
+    with pytest.raises(InvalidGeneration, match=r"began a turn with version 3\.5 on the cache of 3\.4"):
+        asyncio.run(straddle())
+    turn = asyncio.run(ask("3.5"))
+    own = logprobs_of(model, prompt + turn.output_ids)[len(prompt) - 1 :]
+    assert max(abs(a - b) for a, b in zip(own, turn.logprobs, strict=True)) <= 1e-4
 
 
 def test_update_with_a_tensor_missing_is_refused_by_the_engine_and_leaves_it_usable(pool: Pool) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import sys
+import threading
 import time
 from typing import Any
 
@@ -36,10 +38,21 @@ def on_word(completions: list[Any], word: list[str], **columns: Any) -> list[flo
     match word[0]:
         case "hang":
             time.sleep(600)
+        case "nap":
+            time.sleep(0.7)
+        case "leak":
+            time.sleep(0.2)
+            leaked = []
+            while True:
+                leaked.append(bytes(1 << 20))
+        case "hold":
+            time.sleep(0.2)
+            re.match("(a|a)*b", "a" * 60)
         case "busy":
             while True:
                 sum(range(1000))
         case "die":
+            time.sleep(0.2)
             os._exit(7)
         case "leave":
             sys.exit(3)
@@ -66,3 +79,33 @@ def echo_arguments(
 
 
 not_a_function = 3
+
+
+class Scorer:
+    """Scores as a method and as an object."""
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    @staticmethod
+    def static(completions: list[Any], **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+
+class AwaitedScorer:
+    async def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+
+half, half_awaited = Scorer(), AwaitedScorer()
+everybody = threading.Barrier(32)
+
+
+def meet(completions: list[Any], **columns: Any) -> list[float]:
+    everybody.wait(20)
+    return [1.0] * len(completions)
+
+
+async def meet_awaited(completions: list[Any], **columns: Any) -> list[float]:
+    await asyncio.to_thread(everybody.wait, 20)
+    return [1.0] * len(completions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +19,7 @@ from grpo_core.recipe import parse
 from grpo_core.rollout import group as group_module
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.group import FAILED, OK, Generator, derived_seed
-from grpo_core.rollout.pool import Pool
+from grpo_core.rollout.pool import NoEngine, Pool
 from grpo_core.rollout.rewards import RewardError, Scores
 from grpo_core.trajectory import Prompt, Stamp
 from storage import schema
@@ -35,13 +36,16 @@ class Rewards:
         self.calls: list[dict[str, Any]] = []
         self.error: RewardError | None = None
 
-    def score(self, **call: Any) -> Scores:
+    def submit(self, **call: Any) -> Future[Scores]:
         self.calls.append(call)
+        answer: Future[Scores] = Future()
         if self.error is not None:
-            raise self.error
+            answer.set_exception(self.error)
+            return answer
         values = [float(len(ids)) for ids in call["completion_ids"]]
         values[0] = float("nan")
-        return Scores({"m:f": [None, *values[1:]]}, values)
+        answer.set_result(Scores({"m:f": [None, *values[1:]]}, values))
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def engines() -> Iterator[list[FakeEngine]]:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = asyncio.sleep
-    monkeypatch.setattr(group_module.asyncio, "sleep", lambda seconds: sleep(0))
+    monkeypatch.setattr(group_module.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
 
 def config(**generation: Any) -> RunConfig:
@@ -178,9 +182,9 @@ def test_a_group_that_cannot_be_scored_is_a_tombstone(chat: Chat, engines: list[
     assert row["status"] == FAILED and row["error"] == "RewardError: the reward function is broken"
 
 
-def test_without_an_engine_the_group_is_a_tombstone(chat: Chat) -> None:
-    (row,) = make(chat, [])
-    assert row["status"] == FAILED and "no engine" in row["error"]
+def test_that_there_is_no_engine_is_not_the_prompts_fault(chat: Chat) -> None:
+    with pytest.raises(NoEngine, match="no engine"):
+        make(chat, [])
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**9), st.integers(0, 50)), unique=True, max_size=50))

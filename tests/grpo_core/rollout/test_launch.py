@@ -104,3 +104,19 @@ def test_the_recipe_of_several_machines_starts_its_engines_with_these_flags() ->
     shown = {word for word in comment[comment.index("VLLM_SERVER_DEV_MODE") :].split() if word.startswith("--")}
     assert shown == {argument for argument in command.arguments if argument.startswith("--")}
     assert all(f"{name}={value}" in comment for name, value in command.environment.items() if name != "PATH")
+
+
+def test_engines_that_fetch_from_the_store_can_be_asked_how_far_they_are() -> None:
+    command = engine_command(replace(CPU, transfer="store"), {})
+    assert value(command.arguments, "--weight-transfer-config") == '{"backend": "store"}'
+    module, _, name = value(command.arguments, "--worker-extension-cls").rpartition(".")
+    assert (module, name) == ("grpo_core.refit.store_worker", "StagingExtension")
+    assert "--worker-extension-cls" not in engine_command(CPU, {}).arguments
+
+
+def test_engine_for_adapters_may_load_them_while_it_runs() -> None:
+    command = engine_command(replace(CPU, lora_rank=16), {})
+    assert "--enable-lora" in command.arguments
+    assert value(command.arguments, "--max-lora-rank") == "16"
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_command(CPU, {}).environment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -90,3 +91,133 @@ def test_a_snapshot_does_not_change_the_pool() -> None:
     made = pool("a")
     made.members()[0].load = 9
     assert made.load() == 0
+
+
+Hold = Callable[..., str]
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """Begins a request that never ends; returns the engine it went to."""
+    with asyncio.Runner() as runner:
+        held = []
+
+        def begin(made: Pool, **asked: object) -> str:
+            context = made.engine(**{"weight": 1, "deadline_seconds": 0.0, **asked})  # type: ignore[arg-type]
+            held.append(context)
+            return runner.run(context.__aenter__()).name
+
+        yield begin
+
+
+def test_siblings_and_later_turns_go_where_their_prefix_is(hold: Hold) -> None:
+    made = pool("a", "b", "c")
+    first = hold(made, prefixes=("group 1",))
+    assert {hold(made, prefixes=("group 1",)) for _ in range(10)} == {first}
+    assert hold(made, prefixes=("group 2",)) != first
+    own = hold(made, prefixes=("rollout 7", "group 2"))
+    hold(made, prefixes=("group 2",))
+    assert hold(made, prefixes=("rollout 7", "group 1")) == own
+
+
+def test_a_prefix_is_not_worth_a_long_queue(hold: Hold) -> None:
+    made = pool("a", "b")
+    first = hold(made, prefixes=("group",))
+    hold(made, weight=100, prefixes=("group",))
+    assert hold(made, prefixes=("group",)) != first
+
+
+def test_a_retry_goes_to_another_engine_while_there_is_one(hold: Hold) -> None:
+    made = pool("a", "b")
+    for _ in range(4):
+        assert hold(made, avoid=("a",)) == "b"
+    assert hold(made, avoid=("a", "b")) == "a"
+
+
+def test_an_engine_that_lost_a_request_rests_while_there_are_others(hold: Hold) -> None:
+    now = [0.0]
+    made = Pool(clock=lambda: now[0])
+    for name in ("a", "b"):
+        made.join(name, f"http://{name}")
+    made.live(Stamp(1, 0), ("a", "b"))
+    made.failed("a")
+    made.failed("gone")
+    assert [hold(made) for _ in range(3)] == ["b", "b", "b"]
+    now[0] = 6.0
+    assert hold(made) == "a"
+    made.failed("a")
+    made.leave("b")
+    assert hold(made) == "a"
+
+
+def test_requests_beyond_the_limits_wait_in_their_order_and_without_a_deadline() -> None:
+    made = pool("a")
+    made.limit("a", 8)
+    made.limit("gone", 1)
+
+    async def run() -> None:
+        order: list[str] = []
+
+        async def request(name: str, weight: int, done: asyncio.Event) -> None:
+            async with made.engine(weight=weight, deadline_seconds=0.0):
+                order.append(name)
+                await done.wait()
+
+        events = [asyncio.Event() for _ in range(3)]
+        tasks = [asyncio.create_task(request("first", 6, events[0]))]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(request("heavy", 6, events[1])))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(request("light", 1, events[2])))
+        await asyncio.sleep(0.2)
+        assert order == ["first"]
+        assert made.waiting() == 7
+        events[0].set()
+        while len(order) < 3:
+            await asyncio.sleep(0.01)
+        assert order == ["first", "heavy", "light"]
+        events[1].set()
+        events[2].set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert made.load() == made.waiting() == 0
+
+
+def test_a_request_larger_than_the_limit_is_served_alone(hold: Hold) -> None:
+    made = pool("a")
+    made.limit("a", 4)
+    assert hold(made, weight=16) == "a"
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+    made = pool("a")
+    made.limit("a", 1)
+
+    async def run() -> str:
+        async with made.engine(weight=1, deadline_seconds=0.0):
+            waiting = asyncio.create_task(take(made))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        return await take(made)
+
+    assert asyncio.run(run()) == "a"
+    assert made.load() == made.waiting() == 0
+
+
+def test_requests_of_rollouts_that_began_too_long_ago_are_found_until_they_end() -> None:
+    made = pool("a")
+
+    async def run() -> None:
+        async with made.engine(weight=1, deadline_seconds=0, request_id="old", since=Stamp(1, 2)):
+            made.live(Stamp(1, 5), ("a",))
+            async with made.engine(weight=1, deadline_seconds=0, request_id="new"):
+                assert [request.request_id for request in made.begun_before(5)] == ["old"]
+                assert [request.request_id for request in made.begun_before(6)] == ["old", "new"]
+                assert made.begun_before(2) == []
+                assert made.begun_before(3)[0].url == "http://a"
+        assert made.begun_before(9) == []
+
+    asyncio.run(run())

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 from grpo_core.config import RewardFunction, RewardsConfig
-from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores
+from grpo_core.recipe import ConfigError, parse
+from grpo_core.rollout import reward_process
+from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_source
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = "tests.grpo_core.rollout.sample_rewards"
@@ -130,11 +132,85 @@ def test_a_hang_or_a_crash_is_an_error_and_the_worker_is_replaced(
     assert pid(on_word) != before
 
 
-def test_a_worker_that_was_killed_while_idle_is_replaced(on_word: RewardWorkers) -> None:
-    os.kill(pid(on_word), signal.SIGKILL)
-    with pytest.raises(RewardError):
-        score(on_word, "a", word="pid")
-    assert pid(on_word)
+def test_a_worker_that_was_killed_while_idle_costs_no_group(on_word: RewardWorkers) -> None:
+    killed = pid(on_word)
+    os.kill(killed, signal.SIGKILL)
+    assert score(on_word, "a", word="pid").rewards[0] != killed
+
+
+def side_by_side(pool: RewardWorkers, words: Sequence[str]) -> list[str | float]:
+    """The reward of one group for each word, all under way at once; the error's text where there is none."""
+    futures = [
+        pool.submit(prompts=[[]], completions=[[]], completion_ids=[[1]], columns={"word": [word]}) for word in words
+    ]
+    errors = [future.exception(60) for future in futures]
+    return [str(error) if error else future.result().rewards[0] for error, future in zip(errors, futures, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["meet", "meet_awaited"])
+def test_groups_that_wait_wait_together(name: str) -> None:
+    """Each of the 32 waits for the 31 others, so that they are done only if all are scored at the same time."""
+    with workers(name) as pool:
+        assert side_by_side(pool, ["go"] * 32) == [1.0] * 32
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("die", "died with status 7"),
+        ("leak", "more than rewards.worker_memory_bytes=536870912"),
+        ("hold", "within 3 s"),
+        ("hang", "within 3 s"),
+    ],
+)
+def test_what_one_group_does_to_its_worker_costs_that_group_alone(
+    monkeypatch: pytest.MonkeyPatch, word: str, message: str
+) -> None:
+    monkeypatch.setattr(reward_process, "SILENT_SECONDS", 1.0)
+    functions = (RewardFunction(function=f"{SAMPLES}:on_word"),)
+    config = RewardsConfig(functions=functions, timeout_seconds=3, worker_memory_bytes=1 << 29)
+    with RewardWorkers(config) as pool:
+        pool.check()
+        before, culprit, after = side_by_side(pool, ["nap", word, "nap"])
+        assert isinstance(before, float) and isinstance(after, float)
+        assert message in str(culprit) and SAMPLES in str(culprit)
+        assert pid(pool) not in (before, after)
+
+
+def test_a_group_that_is_late_does_not_hold_up_the_others() -> None:
+    with workers("on_word", timeout=20) as pool:
+        late = pool.submit(prompts=[[]], completions=[[]], completion_ids=[[1]], columns={"word": ["hang"]})
+        assert pid(pool)
+        assert not late.done()
+        late.cancel()
+
+
+def test_a_group_that_was_given_up_leaves_the_worker_to_the_others(on_word: RewardWorkers) -> None:
+    before = pid(on_word)
+    given_up = on_word.submit(prompts=[[]], completions=[[]], completion_ids=[[1]], columns={"word": ["nap"]})
+    given_up.cancel()
+    assert pid(on_word) == before
+
+
+def test_methods_and_callable_objects_may_score() -> None:
+    with workers("Scorer.static", "half", "half_awaited") as pool:
+        assert score(pool, "a", "b").rewards == [2.0, 2.0]
+
+
+def test_without_functions_nothing_is_scored_and_the_environment_may_still_say_something() -> None:
+    with RewardWorkers(RewardsConfig(functions=())) as pool:
+        scores = score(pool, "a", "b")
+    assert scores.components == {} and all(map(math.isnan, scores.rewards))
+    joined = with_source(scores, "environment", [0.5, None], 2.0)
+    assert joined.components == {"environment": [0.5, None]}
+    assert joined.rewards[0] == 1.0 and math.isnan(joined.rewards[1])
+    assert with_source(Scores({"f": [1.0]}, [3.0]), "environment", [0.5], -1.0).rewards == [2.5]
+
+
+@pytest.mark.parametrize("given", ["lambda completions, **columns: [0.0]", lambda completions, **columns: [0.0]])
+def test_a_lambda_is_refused_in_a_sentence_that_says_why(given: Any) -> None:
+    with pytest.raises(ConfigError, match="no name by which a worker process could import it; .* give module:function"):
+        parse({"rewards": {"functions": [{"function": given}]}}, where="recipe.yaml")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +246,7 @@ def test_closing_ends_a_call_that_is_under_way() -> None:
         waiting = thread.submit(score, pool, "a", word="hang")
         assert until(lambda: worker.num_threads() > 2)
         pool.close()
-        with pytest.raises(RewardError, match="died with status -9"):
+        with pytest.raises(RewardError, match="are closed"):
             waiting.result(20)
 
 
@@ -206,3 +282,16 @@ def test_the_built_in_scorers_agree_with_their_library() -> None:
     entry = '{"question": "2 + 2 =", "answer": "4", "metadata": {}}'
     assert reasoning_gym_score(completions, [entry] * 2, ["chain_sum"] * 2)[0] == 1.0
     assert reasoning_gym_score(completions, [entry] * 2, ["chain_sum"] * 2)[1] < 1.0
+
+
+def test_math_verify_knows_equal_answers_in_other_words() -> None:
+    pytest.importorskip("math_verify")
+    with RewardWorkers(
+        RewardsConfig(functions=(RewardFunction(function="grpo_core.rollout.rewards:math_verify"),))
+    ) as pool:
+        scores = score(
+            pool, r"so it is $\frac{1}{2}$", "The answer is 0.5", r"\boxed{2}", "no idea", answer=r"\frac{2}{4}"
+        )
+        unscorable = score(pool, "4", answer="")
+    assert scores.rewards == [1.0, 1.0, 0.0, 0.0]
+    assert math.isnan(unscorable.rewards[0])

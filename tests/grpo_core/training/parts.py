@@ -89,7 +89,14 @@ class Run:
     parts: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, root: Path, *, parent: tuple[int, int] | None = None, frontier: Frontier | None = None) -> Run:
+    def start(
+        cls,
+        root: Path,
+        *,
+        parent: tuple[int, int] | None = None,
+        frontier: Frontier | None = None,
+        least: int = ROLLOUTS,
+    ) -> Run:
         store = ObjectStore.open(str(root))
         claim = claim_next(store, parent=parent, host="here", pid=1, pid_started_at=0.0, claimed_at=0.0)
         trajectories = TrajectoryStore(store, claim.attempt)
@@ -100,6 +107,7 @@ class Run:
             frontier or Frontier(),
             PartCache(trajectories),
             rollouts=ROLLOUTS,
+            least=least,
             lineage=Lineage.of(living_chain(store), every_steps=1),
         )
         return cls(store, claim.attempt, feed, trajectories)

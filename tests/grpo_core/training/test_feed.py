@@ -130,6 +130,17 @@ def test_a_group_of_another_size_than_the_runs_is_a_failure(run: Run, rewards: t
     assert run.feed.groups[1].failure is None
 
 
+def test_survivors_are_a_group_where_there_may_be_fewer(tmp_path: Path) -> None:
+    run = Run.start(tmp_path / "few", least=1)
+    rows = group(0, rewards=(1.0,))
+    rows[0]["rollout"], rows[0]["engine"] = 1, "e0,e1"
+    run.whole(rows, group(1))
+    run.feed.poll()
+    found = run.feed.groups[0]
+    assert found.failure is None and found.rollouts == (1,) and found.engines == {"e0", "e1"}
+    assert math.isnan(found.rewards[0]) and found.rewards[1] == 1.0
+
+
 def test_a_group_that_lacks_a_rollout_in_the_middle_is_a_failure(run: Run) -> None:
     rows = group(0)
     rows[1]["rollout"] = 2

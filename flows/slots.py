@@ -1,0 +1,119 @@
+"""The place of one engine in the pool, as plain state; processes come and go in it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.probe import Look
+from flows.supervise import Child
+from grpo_core.config import LocalPool, RunConfig
+from grpo_core.rollout.launch import EngineSpec
+from grpo_core.rollout.load import EngineLoad
+
+CPU_KV_CACHE_BYTES = 256 << 20
+# vLLM on CPU takes whole pages of 32 tokens; a larger page would never be shared by short prompts.
+CPU_BLOCK_TOKENS = 32
+# An engine that served for so long before it was lost has its budget of restarts back.
+SERVICE_SECONDS = 3600.0
+LONGEST_DELAY = 60.0
+# What vLLM calls weights that were never updated.
+UNSTAMPED = "default"
+
+
+@dataclass(slots=True)
+class Slot:
+    """`name` is of the process that is in it now, `lives` counts those before. Times are on the monotonic clock.
+
+    An external slot never has a `child`; a local one has none while its restart is due. `seen_away`: it failed to answer
+    since it broke. `overdue`: it did not start in time, and that was said.
+    """
+
+    number: int
+    url: str
+    name: str
+    local: bool = False
+    child: Child | None = None
+    started_at: float = 0.0
+    ready_at: float = 0.0
+    heard_at: float = 0.0
+    restart_at: float = 0.0
+    ready: bool = False
+    lives: int = 0
+    losses: int = 0
+    broken: str | None = None
+    stamp: str | None = None
+    seen_away: bool = False
+    overdue: bool = False
+    unwanted: bool = False
+    load: EngineLoad | None = None
+    load_before: EngineLoad | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can be given weights and requests."""
+        return self.ready and self.broken is None and not self.unwanted
+
+    def hear(self, look: Look, now: float) -> None:
+        """It answered."""
+        if not self.ready:
+            self.ready, self.ready_at = True, now
+        self.heard_at = now
+        self.seen_away = False
+        self.stamp = look.stamp or self.stamp
+        if look.load is not None:
+            self.load_before, self.load = self.load, look.load
+
+    def has_lost_weights(self, stamp: str | None) -> bool:
+        """Whether it says that it was never refitted, though it was: then it is another process than before."""
+        return stamp == UNSTAMPED and self.stamp not in (None, UNSTAMPED)
+
+    def losses_by(self, now: float) -> int:
+        """Losses that count against its budget."""
+        return 0 if self.ready and now - self.ready_at >= SERVICE_SECONDS else self.losses
+
+    def renew(self, url: str, *, losses: int = 0, restart_at: float = 0.0, started_at: float = 0.0) -> None:
+        """The next process takes its place, under a name of its own."""
+        lives = self.lives + 1
+        fresh = Slot(
+            self.number,
+            url,
+            f"engine-{self.number}-{lives}",
+            local=self.local,
+            started_at=started_at,
+            restart_at=restart_at,
+            lives=lives,
+            losses=losses,
+            unwanted=self.unwanted,
+        )
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(fresh, name))
+
+
+def restart_delay(losses: int) -> float:
+    """Seconds before an engine is started again after so many losses in a row: 1, 2, 4, … 60."""
+    return min(LONGEST_DELAY, 2.0 ** (losses - 1))
+
+
+def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, port: int) -> EngineSpec:
+    """What to start for engine `number`. Pure."""
+    on_cpu = pool.device == "cpu"
+    return EngineSpec(
+        model=str(policy),
+        host=pool.host,
+        port=port,
+        device=pool.device,
+        dtype=config.model.dtype,
+        # Engines with one seed would draw the same noise for requests without their own.
+        seed=1000 * config.seed + number,
+        max_model_len=config.model.context_length,
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=max(pool.max_num_batched_tokens, config.model.context_length),
+        tensor_parallel_size=pool.tensor_parallel_size,
+        transfer=config.refit.backend,
+        block_size=CPU_BLOCK_TOKENS if on_cpu else None,
+        kv_cache_bytes=pool.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        gpu_memory_utilization=None if on_cpu else pool.gpu_memory_utilization,
+        gpus=pool.gpus[number] if pool.gpus else (),
+        enforce_eager=pool.enforce_eager,
+        extra_arguments=pool.extra_arguments,
+        extra_environment=(("OMP_NUM_THREADS", str(pool.threads)), ("HF_HUB_OFFLINE", "1")) if on_cpu else (),
+    )

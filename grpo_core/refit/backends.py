@@ -1,0 +1,43 @@
+"""Which transfer a run uses: the one place that knows all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from grpo_core.config import RunConfig
+from grpo_core.refit.gloo import GlooTransfer
+from grpo_core.refit.ipc import IpcTransfer
+from grpo_core.refit.nccl import NcclTransfer
+from grpo_core.refit.store import StoreAddress, StoreTransfer
+from grpo_core.refit.transfer import Transfer
+from storage.objects import ObjectStore
+
+# vLLM's packed IPC buffer must hold the largest tensor, which is the embedding.
+IPC_BUFFER_BYTES = 2 << 30
+
+
+def transfer_of(config: RunConfig, store: ObjectStore, *, fence: Callable[[], None]) -> Transfer:
+    """The transfer that `refit.backend` names. `fence` raises when a newer attempt owns the run."""
+    match config.refit.backend:
+        case "gloo":
+            return GlooTransfer()
+        case "nccl":
+            return NcclTransfer()
+        case "ipc":
+            return IpcTransfer(IPC_BUFFER_BYTES)
+        case "store":
+            return StoreTransfer(store, store_address(config, store), full_every=config.refit.full_every, fence=fence)
+
+
+def store_address(config: RunConfig, store: ObjectStore) -> StoreAddress:
+    """The run's store as an engine opens it: a local one by its absolute path, since engines have their own directory."""
+    local = store.local_path("")
+    url = store.url if local is None else str(local)
+    shelf = f"{config.run_id}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return StoreAddress(
+        url=url,
+        options=config.storage.options,
+        client=config.storage.client,
+        shelf=str(config.model.cache_directory.expanduser() / "weights" / shelf),
+    )

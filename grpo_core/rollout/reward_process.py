@@ -1,0 +1,191 @@
+"""One reward worker as its parent sees it: groups go in, answers and ticks come out. All on one event loop.
+
+`call` ends with the answer, with RewardError for what is the group's own fault, or with WorkerLost when the process was
+lost and any of its groups may be to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config import RewardsConfig
+from grpo_core.rollout.reward_worker import OUT_OF_MEMORY, TICK_SECONDS
+
+START_SECONDS = 120.0
+# A worker is gone within moments of being killed.
+END_SECONDS = 10.0
+# A worker that was silent for so long while it had groups is held up as a whole.
+SILENT_SECONDS = 5.0
+# Longest line that a worker may answer, bytes.
+LONGEST_LINE = 1 << 26
+
+Components = dict[str, list[float | None]]
+
+
+class RewardError(RuntimeError):
+    """A group that could not be scored; the message names the function and the cause."""
+
+
+class WorkerLost(RuntimeError):
+    """A worker that ended, or no longer ticks, while it had groups; the message says how."""
+
+
+class RewardProcess:
+    """A child process. It takes groups until it is lost, or late with one of them."""
+
+    def __init__(self, config: RewardsConfig, process: asyncio.subprocess.Process) -> None:
+        self._config = config
+        self._names = ", ".join(source.function for source in config.functions)
+        self._process = process
+        self._calls: dict[int, asyncio.Future[Components]] = {}
+        self._last_call = 0
+        self._heard = time.monotonic()
+        self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.ensure_future(self._read())
+        self.takes_calls = True
+
+    @classmethod
+    async def start(cls, config: RewardsConfig) -> RewardProcess:
+        """A new process; it imports the functions while we go on."""
+        names = [source.function for source in config.functions]
+        paths = [str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "grpo_core.rollout.reward_worker", str(config.worker_memory_bytes), *names),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            limit=LONGEST_LINE,
+            # A session of its own: a Ctrl-C in the terminal is for the flow, which then closes us.
+            start_new_session=True,
+        )
+        return cls(config, process)
+
+    @property
+    def load(self) -> int:
+        """Groups it is scoring."""
+        return len(self._calls)
+
+    async def ready(self) -> None:
+        """Wait until the functions are imported. Raise RewardError with the import's own words."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(self._hello)
+        except TimeoutError as error:
+            await self.end()
+            raise RewardError(
+                f"reward worker did not finish importing the reward functions ({self._names}) within {START_SECONDS:g} s"
+            ) from error
+
+    async def call(self, call: dict[str, Any], *, must_tick: bool = True) -> Components:
+        """Score one group. Without `must_tick` only the deadline counts. Raise RewardError, WorkerLost."""
+        await self.ready()
+        assert self._process.stdin is not None
+        self._last_call += 1
+        number = self._last_call
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            if self._process.stdin.is_closing() or self._reader.done():
+                raise WorkerLost(self._death())
+            self._heard = time.monotonic()
+            self._process.stdin.write(json.dumps({**call, "id": number}, default=str).encode() + b"\n")
+            return await self._answer(answer, must_tick)
+        finally:
+            del self._calls[number]
+            if not self.takes_calls and not self._calls:
+                await self.end()
+
+    async def _answer(self, answer: asyncio.Future[Components], must_tick: bool) -> Components:
+        seconds = self._config.timeout_seconds
+        deadline = time.monotonic() + seconds
+        silent = 0
+        while not answer.done():
+            now = time.monotonic()
+            if now >= deadline:
+                self.takes_calls = False
+                raise RewardError(
+                    f"reward worker did not finish scoring ({self._names}) within {seconds:g} s; raise rewards.timeout_seconds"
+                )
+            # Twice in a row, since after a pause of our own the ticks of that time are still to be read.
+            silent = silent + 1 if must_tick and now - self._heard > SILENT_SECONDS else 0
+            if silent > 1:
+                self._lose(WorkerLost(f"reward worker was held up for {SILENT_SECONDS:g} s ({self._names})"))
+                break
+            await asyncio.wait({answer}, timeout=min(TICK_SECONDS, deadline - now))
+        return await answer
+
+    async def _read(self) -> None:
+        """Take in what the process says, until its end."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            said = json.loads(line)
+            self._heard = time.monotonic()
+            if "id" in said:
+                self._settle(said)
+            elif not self._hello.done():
+                if "error" in said:
+                    self._refuse(RewardError(said["error"]))
+                else:
+                    self._hello.set_result(None)
+        await self._process.wait()
+        self._lose(WorkerLost(self._death()))
+
+    def _refuse(self, error: RewardError) -> None:
+        """The functions cannot be used; whoever asks hears why."""
+        self.takes_calls = False
+        self._hello.set_exception(error)
+        # Nobody may ask, which is no reason for a warning.
+        self._hello.exception()
+
+    def _settle(self, said: dict[str, Any]) -> None:
+        answer = self._calls.get(said["id"])
+        if answer is None or answer.done():
+            return
+        if "error" in said:
+            answer.set_exception(RewardError(said["error"]))
+        else:
+            answer.set_result(said["rewards"])
+
+    def _lose(self, cause: WorkerLost) -> None:
+        """The process is gone, or must go; all its groups hear why."""
+        self.takes_calls = False
+        if self._process.returncode is None:
+            self._process.kill()
+        if not self._hello.done():
+            self._refuse(RewardError(f"{cause}, while it imported the reward functions"))
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(cause)
+
+    def _death(self) -> str:
+        status = self._process.returncode
+        if status == OUT_OF_MEMORY:
+            return f"reward worker needed more than rewards.worker_memory_bytes={self._config.worker_memory_bytes} ({self._names})"
+        return f"reward worker died with status {status} while scoring ({self._names}); see its last lines above"
+
+    async def end(self) -> None:
+        """Kill the process and wait for its end."""
+        self.takes_calls = False
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        async with asyncio.timeout(END_SECONDS):
+            await self._reader
+
+
+@asynccontextmanager
+async def alone(config: RewardsConfig) -> AsyncIterator[RewardProcess]:
+    """A worker for one group."""
+    process = await RewardProcess.start(config)
+    try:
+        yield process
+    finally:
+        await process.end()
