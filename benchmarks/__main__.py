@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import logprobs, packing, store
+from benchmarks import logprobs, losses, packing, store
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -14,7 +14,8 @@ def main() -> None:
     """Measure everything and print the table."""
     RESULTS.mkdir(exist_ok=True)
     print(f"{'':60} {'ours':>10} {'plain':>10} {'ratio':>7}")
-    for name, measure in {"store": store.measure, "logprobs": logprobs.measure}.items():
+    measures = {"store": store.measure, "logprobs": logprobs.measure, "losses": losses.measure}
+    for name, measure in measures.items():
         rows = measure()
         (RESULTS / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         for row in rows:

@@ -18,8 +18,8 @@ from grpo_core.config.learning import (
     FileData,
     GenerationConfig,
     GRPOConfig,
+    LoRAConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     PackingConfig,
     ReasoningGymData,
@@ -30,6 +30,7 @@ from grpo_core.config.learning import (
     TinyModel,
     WarmStart,
 )
+from grpo_core.config.objective import ObjectiveConfig
 from grpo_core.config.operation import (
     LOOPBACK,
     CheckpointingConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "FileData",
     "GRPOConfig",
     "GenerationConfig",
+    "LoRAConfig",
     "LocalPool",
     "LoggingConfig",
     "ModelConfig",

@@ -90,7 +90,23 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"repetition_penalty": 1.1}}, ["sampling.repetition_penalty=1.1"]),
     ({"data": {"source": {"kind": "reasoning_gym", "seed": 7, "held_out_seed": 7}}}, ["data.held_out_seed", "7"]),
     ({"pool": {"kind": "local", "engines": 2, "gpus": [[0]]}}, ["pool.gpus", "pool.engines=2"]),
-    ({"objective": {"beta": 0.1}}, ["objective.beta", "0.1"]),
+    ({"objective": {"beta": -0.1}}, ["objective.beta", "-0.1"]),
+    (
+        {"objective": {"force_on_policy_ratio": True, "proximal_policy": "log_linear"}},
+        ["objective.force_on_policy_ratio=true", "objective.proximal_policy=log_linear"],
+    ),
+    (
+        {"objective": {"proximal_policy": "behaviour", "loss_type": "reinforce"}},
+        ["objective.proximal_policy=behaviour", "objective.loss_type=reinforce", "acknowledge_no_correction=true"],
+    ),
+    (
+        {"grpo": {"reward_scaling": {"source_min": 1, "source_max": 1}}},
+        ["grpo.reward_scaling.source_min=1", "source_max=1"],
+    ),
+    (
+        {"grpo": {"reward_shaping": {"max_response_length": 100, "overlong_buffer_length": 200}}},
+        ["grpo.reward_shaping.overlong_buffer_length=200", "max_response_length=100"],
+    ),
     ({"optimizer": {"learning_rate": float("inf")}}, ["optimizer.learning_rate", "inf"]),
     ({"rewards": {"functions": [{"function": "m:f", "weight": float("nan")}]}}, ["rewards.functions.0.weight", "nan"]),
     ({"rewards": {"functions": []}}, ["rewards.functions"]),
