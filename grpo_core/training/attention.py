@@ -34,50 +34,21 @@ class AttentionError(NotImplementedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
-    """Segments side by side: queries [segments, longest], keys [segments, longest path]."""
+class SideBySide:
+    """Some segments: queries [segments, longest], keys [segments, longest path]."""
 
     query_tokens: Tensor  # int64 [segments, queries]: token at each place; where there is none, the first
     key_tokens: Tensor  # int64 [segments, keys]
     query_positions: Tensor  # int64 [segments, queries]: position in the sequence; behind the end, the last one
-    slots: Tensor  # int64 [tokens]: place of each token among the flattened queries
-    longest: int
-    shared: bool
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> Padded:
-        """Layout of segments of these lengths; `parents[i]` is a segment before i without a parent, or NO_PARENT."""
-        starts = np.cumsum([0, *lengths[:-1]])
-        owns = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        paths = [
-            own if parent == NO_PARENT else np.concatenate([owns[parent], own])
-            for own, parent in zip(owns, parents, strict=True)
-        ]
-        width, longest = max(lengths), max(map(len, paths))
-        queries, keys = (np.zeros((len(owns), size), dtype=np.int64) for size in (width, longest))
-        positions = np.empty_like(queries)
-        for row, (own, path) in enumerate(zip(owns, paths, strict=True)):
-            queries[row, : len(own)] = own
-            keys[row, : len(path)] = path
-            positions[row] = np.minimum(len(path) - len(own) + np.arange(width), len(path) - 1)
-        slots = np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])
-        return cls(
-            query_tokens=_on(device, queries),
-            key_tokens=_on(device, keys),
-            query_positions=_on(device, positions),
-            slots=_on(device, slots),
-            longest=longest,
-            shared=any(parent != NO_PARENT for parent in parents),
-        )
+    continues: bool  # whether the segments have parents
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
-        """Output [tokens, heads, width] of query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width]."""
+        """Output [segments · queries, heads, width]."""
         queries = _side_by_side(query, self.query_tokens)
         keys, values = _side_by_side(key, self.key_tokens), _side_by_side(value, self.key_tokens)
-        window = window if window is not None and window < self.longest else None
-        plain = window is None and not self.shared
+        plain = not self.continues and (window is None or window >= self.key_tokens.shape[1])
         output = F.scaled_dot_product_attention(
             queries,
             keys,
@@ -88,7 +59,7 @@ class Padded:
             dropout_p=dropout,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return output.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+        return output.transpose(1, 2).flatten(0, 1)
 
     def _seen(self, window: int | None) -> Tensor:
         """Which keys each query sees, bool [segments, 1, queries, keys]."""
@@ -96,6 +67,45 @@ class Padded:
         places = torch.arange(self.key_tokens.shape[1], device=positions.device)
         seen = places <= positions
         return seen if window is None else seen & (places > positions - window)
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Segments side by side: those without a parent, and those with one, which have few queries and many keys."""
+
+    parts: tuple[SideBySide, ...]
+    slots: Tensor  # int64 [tokens]: place of each token among the outputs of the parts, one after the other
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> Padded:
+        """Layout of segments of these lengths; `parents[i]` is a segment before i without a parent, or NO_PARENT."""
+        starts = np.cumsum([0, *lengths[:-1]])
+        owns = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        slots = np.zeros(sum(lengths), dtype=np.int64)
+        parts, outputs = [], 0
+        for continues in (False, True):
+            chosen = [index for index, parent in enumerate(parents) if (parent != NO_PARENT) == continues]
+            if not chosen:
+                continue
+            paths = [np.concatenate([owns[parents[i]], owns[i]]) if continues else owns[i] for i in chosen]
+            width, longest = max(lengths[index] for index in chosen), max(map(len, paths))
+            queries, keys = (np.zeros((len(chosen), size), dtype=np.int64) for size in (width, longest))
+            positions = np.empty_like(queries)
+            for row, (index, path) in enumerate(zip(chosen, paths, strict=True)):
+                queries[row, : lengths[index]] = owns[index]
+                keys[row, : len(path)] = path
+                positions[row] = np.minimum(len(path) - lengths[index] + np.arange(width), len(path) - 1)
+                slots[owns[index]] = outputs + row * width + np.arange(lengths[index])
+            parts.append(SideBySide(_on(device, queries), _on(device, keys), _on(device, positions), continues))
+            outputs += queries.size
+        return cls(tuple(parts), _on(device, slots))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """Output [tokens, heads, width] of query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width]."""
+        outputs = [part.attend(query, key, value, scale=scale, dropout=dropout, window=window) for part in self.parts]
+        return torch.cat(outputs).index_select(0, self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +145,7 @@ class Blocks:
         window = window if window is not None and window < self.longest else None
         if window not in self.masks:
             self.make_mask(window)
-        kernel: Callable[..., Tensor] = _compiled_flex_attention() if query.is_cuda else flex_attention
-        output = kernel(
+        output = _flex_attention(compiled=query.is_cuda)(
             query,
             key,
             value,
@@ -255,8 +264,9 @@ def _side_by_side(tensor: Tensor, tokens: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention)
+def _flex_attention(*, compiled: bool) -> Callable[..., Tensor]:
+    kernel: Callable[..., Tensor] = flex_attention
+    return torch.compile(kernel) if compiled else kernel
 
 
 AttentionInterface.register(NAME, packed_attention)

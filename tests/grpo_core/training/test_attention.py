@@ -210,9 +210,9 @@ def test_gpus_get_blocks_and_their_kernel_is_compiled_once(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", lambda kernel: calls.append(kernel.__name__) or kernel)
     packing = Packing.of([3, 2], torch.device("cuda"))
     assert isinstance(packing.layout, Blocks)
-    attention._compiled_flex_attention.cache_clear()
-    first, second = attention._compiled_flex_attention(), attention._compiled_flex_attention()
-    attention._compiled_flex_attention.cache_clear()
+    attention._flex_attention.cache_clear()
+    first, second = (attention._flex_attention(compiled=True) for _ in range(2))
+    attention._flex_attention.cache_clear()
     assert first is second and calls == ["flex_attention"]
 
 
