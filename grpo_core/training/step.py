@@ -129,9 +129,10 @@ def run_step(
         sums: dict[str, Pair] = {}
         for number in update:
             batch = batch_of(number)
+            # With adapters the reference is the policy itself, so it is asked before a backward pass is due.
+            anchor = None if reference is None else reference(batch)
             scores = scores_of(policy, batch)
             before = old.get(number, scores.logprobs.detach())
-            anchor = None if reference is None else reference(batch)
             loss, metrics = _loss(batch, scores, before, anchor, plan, objective)
             if router_coefficient:
                 balance, metrics["router_imbalance"] = _router_term(batch, scores, policy, plan.denominators)

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_core.config import LoRAConfig, RunConfig
+from grpo_core.config import LoRAConfig
 from grpo_core.training.lora import add_adapters, gather_adapters, gather_merged, is_adapter, without_adapters
 from tests.grpo_core import tiny
 from tests.grpo_core.training import ranks
@@ -116,8 +116,3 @@ def test_a_model_without_adapters_leaves_as_it_is(policy: Path) -> None:
     merged = dict(gather_merged(model, dtype=torch.float32, device="cpu", keep=True))
     assert merged.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
     assert gather_adapters(model, dtype=torch.float32, device="cpu", keep=True) == []
-
-
-def test_an_adapter_of_the_output_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="model.lora.target_modules names lm_head"):
-        RunConfig.model_validate({"model": {"lora": {"target_modules": ["lm_head"]}}})

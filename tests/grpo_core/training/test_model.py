@@ -10,7 +10,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3NextConfig
 
-from grpo_core.config import RunConfig
 from grpo_core.training.model import PolicyError, load_language_model
 from tests.grpo_core import tiny
 from tests.grpo_core.training import ranks
@@ -168,8 +167,3 @@ def test_layers_that_carry_a_state_along_the_row_are_refused(tmp_path: Path) -> 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(PolicyError, match="layers of the kind linear_attention, which would leak"):
         load_language_model(tmp_path, torch.float32)
-
-
-def test_offloading_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"training.cpu_offload=true unburdens a GPU, but training.device is cpu"):
-        RunConfig.model_validate({"training": {"cpu_offload": True}})
