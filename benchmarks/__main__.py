@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import logprobs, packing, resume, scheduling, store
+from benchmarks import logprobs, losses, packing, resume, scheduling, store
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -14,7 +14,12 @@ def main() -> None:
     """Measure everything and print the table."""
     RESULTS.mkdir(exist_ok=True)
     print(f"{'':60} {'ours':>10} {'plain':>10} {'ratio':>7}")
-    measures = {"store": store.measure, "logprobs": logprobs.measure, "resume": resume.table}
+    measures = {
+        "store": store.measure,
+        "logprobs": logprobs.measure,
+        "losses": losses.measure,
+        "resume": resume.table,
+    }
     for name, measure in measures.items():
         rows = measure()
         (RESULTS / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

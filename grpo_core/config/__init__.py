@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_core.config.data import (
+    DataConfig,
+    FileData,
+    ReasoningGymData,
+    StreamData,
+)
 from grpo_core.config.environment import (
+    ENVIRONMENT_SOURCE,
     EnvironmentConfig,
     HttpEnvironment,
     NoEnvironment,
@@ -21,24 +28,23 @@ from grpo_core.config.environment import (
 )
 from grpo_core.config.learning import (
     AsyncGRPOConfig,
-    DataConfig,
-    DirectoryModel,
-    FileData,
     GenerationConfig,
     GRPOConfig,
-    ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     PackingConfig,
-    ReasoningGymData,
     RewardFunction,
     RewardsConfig,
     SamplingConfig,
+)
+from grpo_core.config.model import (
+    DirectoryModel,
+    LoRAConfig,
+    ModelConfig,
     SmolLM2Model,
-    StreamData,
     TinyModel,
     WarmStart,
 )
+from grpo_core.config.objective import ObjectiveConfig
 from grpo_core.config.operation import (
     LOOPBACK,
     CheckpointingConfig,
@@ -53,6 +59,7 @@ from grpo_core.config.operation import (
 from grpo_core.config.section import Section
 
 __all__ = [
+    "ENVIRONMENT_SOURCE",
     "LOOPBACK",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
@@ -65,6 +72,7 @@ __all__ = [
     "GRPOConfig",
     "GenerationConfig",
     "HttpEnvironment",
+    "LoRAConfig",
     "LocalPool",
     "LoggingConfig",
     "ModelConfig",
@@ -204,6 +212,14 @@ class RunConfig(Section):
                     "set it to 127.0.0.1, or use nccl"
                 )
         return None
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The factor of each source of reward, by its name in the shards."""
+        weights = {source.function: source.weight for source in self.rewards.functions}
+        if isinstance(self.environment, NoEnvironment):
+            return weights
+        return weights | {ENVIRONMENT_SOURCE: self.environment.reward_weight}
 
     @property
     def lease_prompts(self) -> int:

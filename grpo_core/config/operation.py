@@ -28,6 +28,11 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass, to save memory"
     )
+    torch_compile: bool = Field(False, description="Compile each layer with torch.compile, on first use")
+    cpu_offload: bool = Field(
+        False,
+        description="Keep weights and optimizer state in the machine's memory, and bring layers to the GPU in turn",
+    )
     step_timeout_seconds: float = Field(
         1800,
         gt=0,
@@ -36,9 +41,11 @@ class TrainingConfig(Section):
     python: Path | None = Field(None, description="Interpreter of the trainer, for an environment of its own")
 
     @model_validator(mode="after")
-    def _rendezvous(self) -> TrainingConfig:
+    def _has_what_it_needs(self) -> TrainingConfig:
         if self.nodes > 1 and self.rendezvous is None:
             raise ValueError(f"training.nodes={self.nodes} needs training.rendezvous=host:port of the first machine")
+        if self.cpu_offload and self.device == "cpu":
+            raise ValueError("training.cpu_offload=true unburdens a GPU, but training.device is cpu; set it to false")
         return self
 
 

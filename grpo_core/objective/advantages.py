@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better a rollout did than its siblings.
+"""Group-relative advantages: how much better a rollout did than its siblings, and how much that counts in a step.
 
 Contract: rewards in, advantages of the same shape out, NumPy float64. Members without a usable reward get 0 and touch
 neither the baseline nor the spread. Statistics are two-pass, and a spread of exactly equal rewards is zero by
@@ -8,6 +8,7 @@ divide a plain difference into an advantage of a million.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -56,6 +57,47 @@ def group_advantages(
         spread = _spread(peers, freedom) if scale == "group" else batch_spread
         advantages[group, members] = difference / np.where(spread > 0, spread + eps, 1.0)
     return advantages
+
+
+def source_advantages(
+    components: Mapping[str, npt.ArrayLike],
+    weights: Mapping[str, float],
+    *,
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean",
+    scale: Literal["group", "batch", "none"] = "group",
+    ddof: int | None = None,
+) -> Floats:
+    """Σ weight · group_advantages over the sources of reward, each compared within the group by itself, so that none is
+    drowned by another of larger spread (GDPO, 2026). `components` maps source → [groups, members], NaN where it has no
+    score: such a source counts nothing for that member. Raises AdvantageError for a source without a weight."""
+    unweighted = sorted(components.keys() - weights.keys())
+    if unweighted or not components:
+        raise AdvantageError(
+            f"the sources {sorted(components)} and the weights {sorted(weights)} do not match: give each source a weight"
+        )
+    return np.sum(
+        [
+            weights[name] * group_advantages(values, baseline=baseline, scale=scale, ddof=ddof)
+            for name, values in components.items()
+        ],
+        axis=0,
+    )
+
+
+def whitened(advantages: Floats, counts: npt.ArrayLike) -> Floats:
+    """(advantage - mean) / deviation over a whole step, where each entry counts `counts` times (same shape): once per
+    rollout as in GDPO, or once per trained token as in REINFORCE++ (Hu 2025). Entries that count 0 times become 0.
+    Equal advantages have no deviation and become 0."""
+    times = np.asarray(counts, dtype=np.float64)
+    counted = times > 0
+    if not counted.any():
+        return np.zeros_like(advantages)
+    values, times = advantages[counted], times[counted]
+    whole = np.zeros_like(advantages)
+    if values.min() < values.max():
+        difference = values - np.average(values, weights=times)
+        whole[counted] = difference / np.sqrt(np.average(np.square(difference), weights=times))
+    return whole
 
 
 def _scorable(values: Floats, mask: npt.ArrayLike | None) -> npt.NDArray[np.bool_]:

@@ -10,42 +10,38 @@ trainer at the start of the step and behaviour the engine:
     js_divergence_error         half the sum of both k3 terms, each against the log of the average probability
     sampling_importance_ratio   mean eˣ
     approx_entropy              -mean (e^(current - behaviour) · current)
+
+Four of them come from one expm1(x), which keeps every digit near 0.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
+Number = Tensor | float
+Metrics = dict[str, tuple[Number, Number]]
 
 
 def mismatch(logprobs: Tensor, old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Metrics:
     """The six figures above. Where `mask` is zero the inputs may hold anything."""
     trained = mask != 0
-    current, old, behaviour = (
-        torch.where(trained, values.detach(), 0.0) for values in (logprobs, old_logprobs, behaviour_logprobs)
-    )
+    return mismatch_of_trained(logprobs[trained], old_logprobs[trained], behaviour_logprobs[trained])
+
+
+@torch.no_grad()
+def mismatch_of_trained(current: Tensor, old: Tensor, behaviour: Tensor) -> Metrics:
+    """The same, every token being trained."""
     x = old - behaviour
-    average = torch.logaddexp(old, behaviour) - math.log(2.0)
+    excess = torch.expm1(x)
+    ratio = excess + 1
     terms = {
-        "token_mult_prob_error": x.abs().exp(),
-        "gen_kl_error": k3(x),
-        "policy_kl_error": k3(-x),
-        "js_divergence_error": (k3(old - average) + k3(behaviour - average)) / 2,
-        "sampling_importance_ratio": x.exp(),
-        "approx_entropy": -(current - behaviour).exp() * current,
+        "token_mult_prob_error": torch.maximum(ratio, 1 / ratio),
+        "gen_kl_error": excess - x,
+        "policy_kl_error": x - excess / ratio,
+        # log cosh(x/2), which is what half the sum of both terms comes to.
+        "js_divergence_error": (excess.square() / ratio / 4).log1p_() / 2,
+        "sampling_importance_ratio": ratio,
+        "approx_entropy": (current - behaviour).exp_().mul_(current).neg_(),
     }
-    return {name: masked_sum(values, trained) for name, values in terms.items()}
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """eˣ - 1 - x: unbiased, non-negative estimate of KL(p ‖ q) from x = log q/p at samples of p (Schulman 2020)."""
-    return torch.expm1(log_ratio) - log_ratio
-
-
-def masked_sum(values: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """(Σ of the trained tokens' values, number of trained tokens), detached."""
-    return torch.where(trained, values.detach(), 0.0).sum(), trained.sum()
+    return {name: (values.sum(), len(values)) for name, values in terms.items()}

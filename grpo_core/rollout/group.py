@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from grpo_core.config import NoEnvironment, RunConfig
+from grpo_core.config import ENVIRONMENT_SOURCE, NoEnvironment, RunConfig
 from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.concurrency import together
 from grpo_core.rollout.conversation import Conversation
@@ -36,7 +36,6 @@ from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn
 __all__ = ["FAILED", "OK", "Generator", "RolloutFailed", "Task", "check_rollouts", "derived_seed"]
 
 # The name of an environment's reward among those of the reward functions.
-ENVIRONMENT = "environment"
 
 
 class RolloutFailed(RuntimeError):
@@ -134,7 +133,7 @@ class Generator:
         if isinstance(environment, NoEnvironment):
             return scores
         values = [rollout.environment_reward for rollout in rollouts]
-        return with_source(scores, ENVIRONMENT, values, environment.reward_weight)
+        return with_source(scores, ENVIRONMENT_SOURCE, values, environment.reward_weight)
 
     async def close(self) -> None:
         """Close the instances of the environment."""

@@ -34,6 +34,7 @@ from grpo_core.training.feed import Feed, Lineage, PartCache
 from grpo_core.training.loop import Rank, follow
 from grpo_core.training.model import Policy, load_policy
 from grpo_core.training.optimizer import make_optimizer
+from grpo_core.training.reference import Reference, load_reference
 from storage import layout
 from storage.attempts import Fence, living_chain, read_attempt
 from storage.checkpoints import Manifest, read_manifest
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = with_changes(RunConfig.model_validate(described["config"]), claim.config_changes)
     device = _join_group(config)
     manifest = read_manifest(store, *claim.parent) if claim.parent is not None else None
-    policy, optimizer = _learner(config, store, manifest, arguments.policy, device)
+    policy, optimizer, reference = _learner(config, store, manifest, arguments.policy, device)
     first = dist.get_rank() == 0
     fence = Fence(store, claim.attempt)
     trajectories = TrajectoryStore(store, claim.attempt, fence=fence.check)
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         canary=tuple(described["canary"]),
         device=device,
         transfer=transfer_of(config, store, fence=fence.check) if first else None,
+        reference=reference,
     )
     commands = None
     if first:
@@ -115,20 +117,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _learner(
     config: RunConfig, store: ObjectStore, manifest: Manifest | None, directory: Path, device: torch.device
-) -> tuple[Policy, torch.optim.Optimizer]:
-    """This rank's share of policy and optimizer: as in the checkpoint of `manifest`, or version 0 of `directory`."""
+) -> tuple[Policy, torch.optim.Optimizer, Reference | None]:
+    """This rank's share of policy and optimizer, as in the checkpoint of `manifest`, or version 0 of `directory`, and of
+    the reference, which is always version 0."""
     torch.manual_seed(config.seed + dist.get_rank())
-    policy = load_policy(
-        directory,
-        dtype=getattr(torch, config.model.dtype),
-        temperature=config.sampling.temperature,
-        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
-        activation_checkpointing=config.training.activation_checkpointing,
-    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = load_policy(directory, config, mesh=mesh)
     optimizer = make_optimizer(policy, config.optimizer)
     if manifest is not None:
         checkpoint.resume(store, manifest, policy, optimizer, seed=config.seed)
-    return policy, optimizer
+    return policy, optimizer, load_reference(directory, config, policy, mesh=mesh)
 
 
 def _conductor(

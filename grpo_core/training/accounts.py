@@ -13,6 +13,8 @@ from grpo_core.training.batch import Row
 from grpo_core.training.feed import BufferedGroup
 from grpo_core.training.step import StepPlan, StepResult
 
+NO_LAGS = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
@@ -87,7 +89,10 @@ def step_rows(
     for group in groups:
         members = range(first, first + len(group.rows))
         first += len(group.rows)
-        group_lags = np.concatenate([_lags(rows[index], version, plan.oldest_version) for index in members])
+        may = plan.trained or [True] * len(plan.places)
+        group_lags = np.concatenate(
+            [_lags(rows[index], version, plan.oldest_version) if may[index] else NO_LAGS for index in members]
+        )
         generated = sum(int(rows[index].generated.sum()) for index in members)
         by_rollout = {rollout: plan.advantages[index] for rollout, index in zip(group.rollouts, members, strict=True)}
         lags.append(group_lags)
@@ -148,7 +153,7 @@ def _lags(row: Row, version: int, oldest: int) -> np.ndarray:
         for span in row.spans
         if span.version >= oldest
     ]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    return np.concatenate(parts) if parts else NO_LAGS
 
 
 def _mean(rewards: Sequence[float]) -> float | None:

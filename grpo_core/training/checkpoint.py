@@ -69,14 +69,17 @@ def resume(
 def tensors_of(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Views of everything that is saved, by name; loading writes through them.
 
-    A parameter that no step has touched yet has the moments that AdamW begins with.
+    Parameters that are not trained are those of version 0 and are left out. One that no step has touched yet has the
+    moments that AdamW begins with.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
+        if not parameter.requires_grad:
+            continue
         tensors[f"model.{name}"] = parameter.detach()
         if not optimizer.state[parameter]:
             moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         for moment, value in optimizer.state[parameter].items():
             # A safetensors slice needs an axis, which the step count has not.
             tensors[f"optimizer.{name}.{moment}"] = value if value.ndim else value.view(1)

@@ -14,6 +14,7 @@ that a resume from s continues, and the resumed attempt decides it again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from grpo_core.config import RunConfig
-from grpo_core.objective.advantages import group_advantages
-from grpo_core.objective.losses import Denominators
+from grpo_core.objective.credit import Credit, step_advantages
 from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import RefitFailed, RefitResult
 from grpo_core.schedule.admission import Admission, Admissions
@@ -31,8 +31,8 @@ from grpo_core.schedule.window import Window
 from grpo_core.training.accounts import Decisions, step_rows, unfinished_rows
 from grpo_core.training.feed import BufferedGroup, Feed
 from grpo_core.training.optimizer import learning_rate
-from grpo_core.training.packing import PackingError, Plan, pack
-from grpo_core.training.step import FILLER, StepPlan, StepResult
+from grpo_core.training.planning import TrainedGroup, plan_step
+from grpo_core.training.step import StepPlan, StepResult
 from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.ledger import LedgerWriter, Totals, ledger_rows
@@ -42,10 +42,6 @@ from storage.pool import RefitRecord, read_pool_changes, write_refit
 END_OF_DATA = "end_of_data"
 # The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
 IDLE_SECONDS = 20.0
-
-
-class SequenceTooLong(RuntimeError):
-    """A group to be trained has a sequence that no micro-batch can hold; the message names its ordinal."""
 
 
 class TrainerStuck(RuntimeError):
@@ -230,38 +226,34 @@ class Conductor:
         self._feed.frontier.returned(pending.returned_ordinals())
 
     def _plan(self, step: int, groups: Sequence[BufferedGroup]) -> StepPlan:
-        """Advantages, packing and denominators of one step."""
-        config = self._config
-        rewards = np.array([group.rewards for group in groups], dtype=np.float64)
-        advantages = group_advantages(
-            rewards, baseline=config.grpo.advantage_baseline, scale=config.grpo.advantage_scale
-        )
-        places = [place for group in groups for place in group.places()]
-        rows = self._feed.cache.rows(places)
-        oldest = self._window.oldest_version(step)
-        trained = [int(row.fresh(oldest).sum()) for row in rows]
-        packed, fillers = pack_filled(
-            [len(row.ids) for row in rows], rows=self._ranks, token_budget=config.packing.token_budget
-        )
-        if packed.oversize:
-            index = packed.oversize[0]
-            ordinal = next(group.ordinal for group in groups if places[index] in group.places())
-            raise SequenceTooLong(
-                f"step {step}: a sequence of ordinal {ordinal} has {len(rows[index].ids)} tokens, more than "
-                f"packing.token_budget={config.packing.token_budget}; raise it"
+        """Advantages, and what follows from them for the step."""
+        config, window = self._config, self._window
+        credit = step_credit(groups, config)
+        self._metrics |= {name: top / bottom for name, (top, bottom) in credit.metrics.items() if bottom}
+        trained = []
+        for number, group in enumerate(groups):
+            places, rollouts = group.places(), list(group.rollouts)
+            trained.append(
+                TrainedGroup(
+                    group.ordinal,
+                    places,
+                    self._feed.cache.rows(places),
+                    credit.advantages[number, rollouts].tolist(),
+                    credit.trained[number, rollouts].tolist(),
+                    credit.rewarded[number, rollouts].tolist(),
+                )
             )
-        sequences = sum(tokens > 0 for tokens in trained)
-        return StepPlan(
-            step=step,
-            places=places + [FILLER] * fillers,
-            advantages=[float(advantages[g, rollout]) for g, group in enumerate(groups) for rollout in group.rollouts]
-            + [0.0] * fillers,
-            micro_batches=packed.micro_batches,
-            oldest_version=oldest,
-            denominators=Denominators(
-                float(sum(trained)), float(sequences), float(sequences * config.generation.max_completion_length)
-            ),
-            learning_rate=learning_rate(step - 1, self._window.last_step(), config.optimizer),
+        return plan_step(
+            step,
+            trained,
+            ranks=self._ranks,
+            token_budget=config.packing.token_budget,
+            share_prefixes=config.packing.share_prefixes,
+            minibatches=config.grpo.minibatches,
+            version=window.training_version(step),
+            oldest_version=window.oldest_version(step),
+            max_completion_length=config.generation.max_completion_length,
+            learning_rate=learning_rate(step - 1, window.last_step(), config.optimizer),
         )
 
     def _record(self, plan: StepPlan, groups: Sequence[BufferedGroup], result: StepResult) -> None:
@@ -367,11 +359,15 @@ class Conductor:
             self._unsaved = None
 
 
-def pack_filled(lengths: Sequence[int], *, rows: int, token_budget: int) -> tuple[Plan, int]:
-    """A plan in which every rank has a row, and how many one-token fillers behind the sequences that takes."""
-    try:
-        return pack(lengths, rows=rows, token_budget=token_budget), 0
-    except PackingError as error:
-        if not error.missing:
-            raise
-        return pack([*lengths, *[1] * error.missing], rows=rows, token_budget=token_budget), error.missing
+def step_credit(groups: Sequence[BufferedGroup], config: RunConfig) -> Credit:
+    """The advantages of a step's groups; an unknown score is NaN."""
+    sources = dict.fromkeys(name for group in groups for name in group.components)
+    unknown = (math.nan,) * config.grpo.num_generations_per_prompt
+    return step_advantages(
+        [group.rewards for group in groups],
+        config.grpo,
+        lengths=[group.lengths for group in groups],
+        truncated=[group.truncated for group in groups],
+        components={name: [group.components.get(name, unknown) for group in groups] for name in sources},
+        weights=config.reward_weights,
+    )

@@ -1,6 +1,7 @@
 """A checkpoint as a Hugging Face directory: `python -m grpo_core.training.export … -o DIRECTORY`.
 
-The result loads with transformers and is served by vLLM; it holds the float32 master weights and the tokenizer.
+The result loads with transformers and is served by vLLM; it holds the float32 master weights, adapters merged into
+them, and the tokenizer.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.config import RunConfig
+from grpo_core.training.lora import add_adapters, gather_merged
 from storage import layout
 from storage.checkpoints import verify
 from storage.objects import ObjectStore
+from storage.records import read_record
 
 # Where the trainer's module tree holds the language model, see `training.model.Policy` and `training.checkpoint`.
 PREFIX = "model.language_model."
@@ -26,8 +30,12 @@ PREFIX = "model.language_model."
 def export(store: ObjectStore, attempt: int, step: int, policy: Path, output: Path) -> None:
     """Write the weights of a verified checkpoint, in the shape and with the tokenizer of `policy`, into `output`."""
     verify(store, attempt, step)
+    config = RunConfig.model_validate(read_record(store, layout.run())["config"])
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
-    tensors = {f"{PREFIX}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    if config.model.lora is not None:
+        add_adapters(model, config.model.lora, seed=config.seed)
+    # What is not trained is that of version 0.
+    tensors = {f"{PREFIX}{name}": value.detach() for name, value in model.named_parameters() if value.requires_grad}
     prefix = layout.checkpoint(attempt, step)
     with tempfile.TemporaryDirectory(prefix="forebay-export-") as scratch:
         directory = store.local_path(prefix)
@@ -35,6 +43,10 @@ def export(store: ObjectStore, attempt: int, step: int, policy: Path, output: Pa
             directory = Path(scratch)
             store.download(prefix, directory)
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    if config.model.lora is not None:
+        merged = dict(gather_merged(model, dtype=torch.float32, device="cpu", keep=True))
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
+        model.load_state_dict(merged, strict=False)
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(policy, local_files_only=True).save_pretrained(output)
 

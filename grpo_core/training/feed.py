@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -32,9 +32,11 @@ from storage.trajectories import PartFooter, TrajectoryStore
 
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
-    "engine",
+    "engine", "finish_reason", "reward_components",
 )  # fmt: skip
 GENERATION_FAILED = "generation_failed"
+# How a rollout ends whose tokens ran out.
+TRUNCATED = "length"
 LEASABLE = (OrdinalState.NEW, OrdinalState.RETURNED)
 FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
 
@@ -42,8 +44,9 @@ FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float3
 @dataclass(frozen=True, slots=True)
 class BufferedGroup:
     """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
-    `rewards` has one value per rollout, NaN where it could not be scored. `foreign`: some token was sampled from
-    weights outside the living history."""
+    `rewards` has one value per rollout, NaN where it could not be scored, and so has each of `components`, by source;
+    `lengths` (generated tokens) and `truncated` too. `foreign`: some token was sampled from weights outside the living
+    history."""
 
     ordinal: int
     part: PartName
@@ -57,6 +60,9 @@ class BufferedGroup:
     failure: str | None
     foreign: bool
     engines: frozenset[str] = frozenset()
+    lengths: tuple[int, ...] = ()
+    truncated: tuple[bool, ...] = ()
+    components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def candidate(self, distrusted: Mapping[str, int], *, target_step: int | None = None) -> Candidate:
         """As admission sees it. `distrusted`: engine → the version with which it failed its refit; whatever it
@@ -240,17 +246,23 @@ def part_groups(
 ) -> list[BufferedGroup]:
     """The groups of a part, in order of their ordinals. A whole group has the rollouts 0 to `rollouts` − 1, or at least
     `least` of them where the others failed for good: those have no reward and do not touch the baseline."""
-    ordinals, numbers, rewards, epochs, indices, statuses, errors, engines = (
+    ordinals, numbers, rewards, epochs, indices, statuses, errors, engines, endings, components = (
         table.column(column).to_pylist()
-        for column in ("ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error", "engine")
-    )
+        for column in (
+            "ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error", "engine", "finish_reason", "reward_components",
+        )
+    )  # fmt: skip
     members: dict[int, list[int]] = {}
     for row, ordinal in enumerate(ordinals):
         members.setdefault(ordinal, []).append(row)
     groups = []
     for ordinal, where in sorted(members.items()):
-        by_rollout = {numbers[row]: rewards[row] for row in where}
-        scores = tuple(np.nan if by_rollout.get(i) is None else float(by_rollout[i]) for i in range(rollouts))
+        by_rollout = {numbers[row]: row for row in where}
+        scores = _scores({number: rewards[row] for number, row in by_rollout.items()}, rollouts)
+        sources = {number: dict(components[row] or ()) for number, row in by_rollout.items()}
+        lengths: Counter[int] = Counter()
+        for row in where:
+            lengths[numbers[row]] += int(rows[row].generated.sum())
         spans = [span for row in where for span in rows[row].spans]
         versions = [span.version for span in spans]
         failure = next((errors[row] or "failed" for row in where if statuses[row] != OK), None)
@@ -275,6 +287,20 @@ def part_groups(
                 foreign=not all(lineage.holds(span) for span in spans),
                 # The turns of one rollout may come from several engines.
                 engines=frozenset(name for row in where for name in engines[row].split(",")),
+                lengths=tuple(lengths[number] for number in range(rollouts)),
+                truncated=tuple(
+                    number in by_rollout and endings[by_rollout[number]] == TRUNCATED for number in range(rollouts)
+                ),
+                components={
+                    name: _scores({number: values.get(name) for number, values in sources.items()}, rollouts)
+                    for name in dict.fromkeys(name for values in sources.values() for name in values)
+                },
             )
         )
     return groups
+
+
+def _scores(by_rollout: Mapping[int, float | None], rollouts: int) -> tuple[float, ...]:
+    """One value per rollout, NaN where there is none."""
+    values = (by_rollout.get(number) for number in range(rollouts))
+    return tuple(math.nan if value is None else float(value) for value in values)

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from grpo_core.config import RunConfig
 from grpo_core.refit.canary import Canary
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
-from grpo_core.refit.source import gather
 from grpo_core.refit.transfer import Transfer
 from grpo_core.training.attention import Packing
 from grpo_core.training.conductor import Command, Commands, Idle, Refit, Save, Step
 from grpo_core.training.feed import PartCache
+from grpo_core.training.lora import gather_merged
 from grpo_core.training.model import Policy
+from grpo_core.training.reference import Reference
 from grpo_core.training.saving import Saving
 from grpo_core.training.step import StepResult, run_step
 from storage.attempts import Fence
@@ -42,6 +43,7 @@ class Rank:
     canary: tuple[int, ...]
     device: torch.device
     transfer: Transfer | None
+    reference: Reference | None = None
 
 
 def follow(rank: Rank, commands: Commands | None) -> None:
@@ -70,6 +72,8 @@ def _carry_out(rank: Rank, command: Command, saving: Saving) -> Any:
                 rank.config.objective,
                 max_grad_norm=rank.config.optimizer.max_grad_norm,
                 device=rank.device,
+                reference=rank.reference,
+                router_coefficient=rank.config.model.router_aux_loss_coefficient,
             )
             if dist.get_rank() != 0:
                 rank.cache.keep(place.part for place in plan.places)
@@ -101,7 +105,7 @@ def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
     settings = rank.config.refit
     wire = getattr(torch, rank.config.wire_dtype)
     on = rank.device if settings.backend in ("nccl", "ipc") else torch.device("cpu")
-    tensors = gather(rank.policy.language_model, dtype=wire, device=on, keep=dist.get_rank() == 0)
+    tensors = gather_merged(rank.policy.language_model, dtype=wire, device=on, keep=dist.get_rank() == 0)
     canary = _canary(rank, settings.canary_tolerance)
     if rank.transfer is None:
         return None
@@ -145,9 +149,9 @@ def _canary(rank: Rank, tolerance: float) -> Canary:
     positions = torch.arange(len(tokens), device=rank.device)
     with torch.no_grad():
         packing = Packing.of([len(tokens)], rank.device)
-        logprobs, _ = rank.policy(
+        logprobs = rank.policy(
             ids, positions.unsqueeze(0), packing, at=positions[:-1], targets=ids[0, 1:], temperature=1.0
-        )
+        ).logprobs
     # Without a backward pass the root's parameters would stay gathered and be mistaken for the shards.
     rank.policy.reshard()  # type: ignore[operator]
     return Canary(tokens, tuple(logprobs.float().cpu().tolist()), tolerance)

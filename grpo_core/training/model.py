@@ -2,32 +2,54 @@
 
 Contract: `Policy.forward` returns the log-prob and entropy of given next tokens at the sampling temperature, without
 ever holding float32 logits of the whole vocabulary. Master weights are float32; computation runs in `model.dtype`.
+Nothing in it is random: two forward passes of the same weights give the same log-probs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_core.config import RunConfig
 from grpo_core.objective.logprobs import token_logprobs
 from grpo_core.training.attention import NAME, Packing
+from grpo_core.training.batch import Batch
+from grpo_core.training.lora import add_adapters
+
+# What a layer may do with the tokens before it. Others carry a state along the row, across its sequences.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class PolicyError(ValueError):
+    """A model that cannot be trained as asked."""
+
+
+class Scores(NamedTuple):
+    """What the policy says about given next tokens. `logprobs` and `entropy` are [predictions], in nats;
+    `router_logits` holds [tokens, experts] of each layer with experts, where they were asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    router_logits: tuple[Tensor, ...] = ()
 
 
 class Policy(nn.Module):
-    """A causal language model that scores packed sequences."""
+    """A causal language model that scores packed sequences. `router_logits`: also answer those."""
 
-    def __init__(self, language_model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, language_model: PreTrainedModel, temperature: float, *, router_logits: bool = False) -> None:
         super().__init__()
         self.language_model: PreTrainedModel = language_model
         self._temperature = temperature
         config = language_model.config
         self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._asks = {"output_router_logits": True} if router_logits else {}
 
     def forward(
         self,
@@ -38,40 +60,93 @@ class Policy(nn.Module):
         at: Tensor,
         targets: Tensor,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy, each [predictions], of `targets` after the tokens at flat positions `at`.
+    ) -> Scores:
+        """Scores of `targets` after the tokens at flat positions `at`.
 
         input_ids and position_ids are [1, tokens]; positions restart with every sequence. `temperature` None: the
         sampling temperature.
         """
         decoder, head = self.language_model.base_model, self.language_model.get_output_embeddings()
-        hidden = decoder(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, packing=packing
-        ).last_hidden_state[0]
-        return token_logprobs(
-            hidden.index_select(0, at),
+        output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, packing=packing, **self._asks)
+        logprobs, entropy = token_logprobs(
+            output.last_hidden_state[0].index_select(0, at),
             head.weight,
             targets,
             temperature=temperature or self._temperature,
             logit_scale=self._logit_scale,
             softcap=self._softcap,
         )
+        return Scores(logprobs, entropy, tuple(output.router_logits) if self._asks else ())
 
 
-def load_policy(
-    directory: Path, *, dtype: torch.dtype, temperature: float, mesh: DeviceMesh, activation_checkpointing: bool
-) -> Policy:
-    """Load a Hugging Face directory and shard it over `mesh`, layer by layer."""
-    language_model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=NAME, local_files_only=True
-    )
-    if activation_checkpointing:
+def scores_of(policy: Policy, batch: Batch) -> Scores:
+    """The policy's scores of a batch's targets."""
+    scores: Scores = policy(batch.input_ids, batch.position_ids, batch.packing, at=batch.at, targets=batch.targets)
+    return scores
+
+
+@torch.no_grad()
+def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
+    """The log-probs of a batch's targets, [predictions], without a gradient; a collective of all ranks."""
+    logprobs = scores_of(policy, batch).logprobs
+    # Without a backward pass the root's parameters would stay gathered and be mistaken for the shards.
+    policy.reshard()  # type: ignore[operator]
+    return logprobs
+
+
+def load_policy(directory: Path, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
+    """The policy of a Hugging Face directory, sharded over `mesh` layer by layer. Raises PolicyError."""
+    language_model = load_language_model(directory, torch.float32)
+    routed = config.model.router_aux_loss_coefficient > 0
+    if routed and getattr(language_model.config, "num_experts_per_tok", None) is None:
+        raise PolicyError(
+            f"model.router_aux_loss_coefficient={config.model.router_aux_loss_coefficient:g} balances experts, but the "
+            f"{language_model.config.model_type} model in {directory} has none; set it to 0"
+        )
+    if config.model.lora is not None:
+        add_adapters(language_model, config.model.lora, seed=config.seed)
+    if config.training.activation_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(language_model, temperature).to(torch.device(mesh.device_type))
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    layers: nn.ModuleList = language_model.base_model.layers  # type: ignore[assignment]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        # A layer checkpoints only in training mode; what is inside it stays as it is, so no dropout comes to life.
+        for layer in layers_of(language_model):
+            layer.training = True
+    policy = Policy(language_model, config.sampling.temperature, router_logits=routed)
+    return shard(policy, config, mesh=mesh)
+
+
+def load_language_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a directory, with attention over packed sequences. Raises PolicyError."""
+    language_model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=NAME, local_files_only=True
+    )
+    kinds = set(getattr(language_model.config, "layer_types", None) or ())
+    if foreign := sorted(kinds - ATTENTION_LAYERS):
+        raise PolicyError(
+            f"the {language_model.config.model_type} model in {directory} has layers of the kind {foreign[0]}, which would "
+            "leak from one packed sequence into the next; choose a model of full or sliding attention"
+        )
+    return language_model
+
+
+def shard(policy: Policy, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
+    """Move the policy to the mesh's device and shard it, in place. Parameters keep their dtype."""
+    dtype, master = getattr(torch, config.model.dtype), next(policy.parameters()).dtype
+    lower = master.itemsize > dtype.itemsize and config.model.dtype != "float32"
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master) if lower else MixedPrecisionPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.training.cpu_offload else OffloadPolicy()
+    )
+    policy.to(torch.device(mesh.device_type))
+    for layer in layers_of(policy.language_model):
+        if config.training.torch_compile:
+            layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     assert isinstance(policy, FSDPModule)
     return policy
+
+
+def layers_of(language_model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers."""
+    layers: nn.ModuleList = language_model.base_model.layers  # type: ignore[assignment]
+    return layers

@@ -11,15 +11,20 @@ from grpo_core.config import OptimizerConfig
 
 
 def make_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; vectors and scalars (norms, biases) do not decay."""
-    matrices = [p for p in policy.parameters() if p.ndim >= 2]
-    vectors = [p for p in policy.parameters() if p.ndim < 2]
+    """AdamW over the parameters that are trained; vectors and scalars (norms, biases) do not decay.
+
+    One fused kernel updates them all, on GPUs and CPUs alike.
+    """
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        fused=True,
     )
 
 

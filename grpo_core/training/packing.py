@@ -34,14 +34,17 @@ class Plan:
     oversize: list[int] = field(default_factory=list)
 
 
-def pack(lengths: Sequence[int], *, rows: int, token_budget: int) -> Plan:
+def pack(lengths: Sequence[int], *, rows: int, token_budget: int, work: Sequence[int] | None = None) -> Plan:
     """Pack sequences of `lengths` tokens into micro-batches of `rows` rows of at most `token_budget` tokens.
+
+    `work` is the attention work of each, in tokens squared; None: the square of its length.
 
     Uses the fewest micro-batches that the total length allows wherever spreading the longest first succeeds, and
     otherwise as many as best fit needs. Without a sequence that fits, the plan has no micro-batch. Raises PackingError
     when there are fewer sequences than rows to fill, or for a length, row count or budget below 1.
     """
     lengths = [int(length) for length in lengths]
+    work = [length * length for length in lengths] if work is None else work
     if rows < 1 or token_budget < 1 or min(lengths, default=1) < 1:
         raise PackingError(
             f"cannot pack lengths from {min(lengths, default=1)} tokens into {rows} rows of {token_budget} tokens: "
@@ -55,11 +58,11 @@ def pack(lengths: Sequence[int], *, rows: int, token_budget: int) -> Plan:
     needed = _round_up(_divide_up(sum(lengths[index] for index in fitting), token_budget), rows)
     filled = None
     if needed == rows:
-        filled = _spread(fitting, lengths, [length * length for length in lengths], needed, token_budget)
+        filled = _spread(fitting, lengths, work, needed, token_budget)
     filled = filled or _spread(fitting, lengths, lengths, needed, token_budget)
     filled = filled or _best_fit(fitting, lengths, token_budget)
     filled = _fill_empty(filled, _round_up(len(filled), rows), len(oversize))
-    return Plan(_group(filled, lengths, rows), oversize)
+    return Plan(_group(filled, work, rows), oversize)
 
 
 def _divide_up(dividend: int, divisor: int) -> int:
@@ -121,10 +124,10 @@ def _fill_empty(rows: Rows, count: int, oversize: int) -> Rows:
     return rows
 
 
-def _group(filled: Rows, lengths: Sequence[int], rows: int) -> list[Rows]:
-    """Rows of neighbouring Σ L² form a micro-batch; its heaviest goes to the rank with the least work so far."""
-    work = [sum(lengths[index] * lengths[index] for index in row) for row in filled]
-    heaviest_first = sorted(range(len(filled)), key=work.__getitem__, reverse=True)
+def _group(filled: Rows, work: Sequence[int], rows: int) -> list[Rows]:
+    """Rows of neighbouring work form a micro-batch; its heaviest goes to the rank with the least work so far."""
+    loads = [sum(work[index] for index in row) for row in filled]
+    heaviest_first = sorted(range(len(filled)), key=loads.__getitem__, reverse=True)
     totals = [0] * rows
     micro_batches = []
     for start in range(0, len(filled), rows):
@@ -132,6 +135,6 @@ def _group(filled: Rows, lengths: Sequence[int], rows: int) -> list[Rows]:
         micro_batch: Rows = [[] for _ in range(rows)]
         for rank, row in zip(ranks, heaviest_first[start : start + rows], strict=True):
             micro_batch[rank] = filled[row]
-            totals[rank] += work[row]
+            totals[rank] += loads[row]
         micro_batches.append(micro_batch)
     return micro_batches

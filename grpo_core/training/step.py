@@ -1,16 +1,18 @@
-"""One optimizer step from an explicit plan.
+"""One step of the trainer from an explicit plan: one optimizer update, or several.
 
-Invariant: loss and gradient do not depend on how rows were packed or spread over ranks, because every sum is divided
-by the denominators of the whole step, which the plan carries. Each step uses its batch once, so the policy at the
-start of the step is the current one and its log-probs need no second forward pass.
+Invariants: loss and gradient do not depend on how rows were packed or spread over ranks, because every sum is divided
+by the denominators of the whole step, which the plan carries; so a token weighs the same in whichever update it falls.
+The old policy is the one at the start of the step. The first update meets it as it is; only where the objective asks
+for it, the batches of later updates are scored once before, without a gradient. Every rank reads its own rows and no
+others.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +23,12 @@ from torch.distributed.tensor import DTensor
 from grpo_core.config import ObjectiveConfig
 from grpo_core.objective.losses import Denominators, policy_loss
 from grpo_core.training.batch import Batch, Row
-from grpo_core.training.model import Policy
+from grpo_core.training.experts import load_imbalance
+from grpo_core.training.model import Policy, Scores, logprobs_of, scores_of
+from grpo_core.training.reference import Reference
+
+Pair = tuple[Tensor | float, Tensor | float]
+LOSS = "step_loss"  # among the sums of an update, until it becomes a figure of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,10 @@ FILLER = Place("filler", 0)
 class StepPlan:
     """What every rank does in one step; plain data, so that rank 0 can send it to the others.
 
-    micro_batches[m][r] lists the indices, into `places` and `advantages`, of rank r's rows in micro-batch m.
+    micro_batches[m][r] lists the indices, into `places` and `advantages`, of rank r's rows in micro-batch m. `updates`
+    are the numbers of micro-batches that the optimizer updates take, in order; empty: one update takes all. `groups`
+    is the group of each place, among which prefixes are shared; empty: nothing is shared. `trained` says which places
+    may have a gradient (empty: all), `positive` which belong to a rewarded rollout; `version` is the training version.
     """
 
     step: int
@@ -50,12 +60,23 @@ class StepPlan:
     oldest_version: int
     denominators: Denominators
     learning_rate: float
+    updates: tuple[int, ...] = ()
+    groups: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    positive: list[bool] = field(default_factory=list)
+    version: int | None = None
+
+    def micro_batches_by_update(self) -> list[range]:
+        """The numbers of the micro-batches of each update."""
+        ends = np.cumsum(self.updates or (len(self.micro_batches),)).tolist()
+        return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step did, the same on every rank but `logprobs`: index into the plan's places → the trainer's log-probs
-    of the row's generated tokens, for this rank's rows. `pairs`: metric → (numerator, denominator) over all ranks."""
+    of the row's generated tokens when it first met them, for this rank's rows. `pairs`: metric → (numerator,
+    denominator) over all ranks. `grad_norm`: before clipping, mean of the updates."""
 
     loss: float
     grad_norm: float
@@ -65,7 +86,7 @@ class StepResult:
 
 
 class NonFiniteStep(RuntimeError):
-    """The loss or the gradient is not a number; the weights were left as they were."""
+    """The loss or the gradient of an update is not a number; that update was not made."""
 
 
 def run_step(
@@ -77,70 +98,125 @@ def run_step(
     *,
     max_grad_norm: float,
     device: torch.device,
+    reference: Reference | None = None,
+    router_coefficient: float = 0.0,
 ) -> StepResult:
-    """Run `plan` on this rank; a collective of all ranks. Raise NonFiniteStep before the weights are touched."""
+    """Run `plan` on this rank; a collective of all ranks. Raise NonFiniteStep before an update touches the weights.
+
+    `reference` is there when the objective has a KL term; `router_coefficient` is the weight of the term that spreads
+    tokens over experts.
+    """
     began = time.monotonic()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    loss_sum = torch.zeros((), device=device)
-    sums: dict[str, list[float | Tensor]] = {}
-    logprobs: dict[int, np.ndarray] = {}
-    for micro_batch in plan.micro_batches:
-        indices = micro_batch[rank]
-        batch = Batch.of(
+    rank, updates = dist.get_rank(), plan.micro_batches_by_update()
+
+    def batch_of(number: int) -> Batch:
+        indices = plan.micro_batches[number][rank]
+        return Batch.of(
             rows([plan.places[index] for index in indices]),
             [plan.advantages[index] for index in indices],
             oldest_version=plan.oldest_version,
             device=device,
+            groups=[plan.groups[index] for index in indices] if plan.groups else None,
+            trained=[plan.trained[index] for index in indices] if plan.trained else None,
+            positive=[plan.positive[index] for index in indices] if plan.positive else None,
         )
-        current, entropy = policy(
-            batch.input_ids, batch.position_ids, batch.packing, at=batch.at, targets=batch.targets
-        )
-        loss, metrics = policy_loss(
-            current,
-            current.detach(),
-            batch.behaviour_logprobs,
-            batch.advantages,
-            batch.mask,
-            batch.sequence_ids,
-            objective,
-            denominators=plan.denominators,
-            entropy=entropy,
-        )
-        # FSDP averages gradients over ranks; the denominators are already those of all ranks.
-        (loss * ranks).backward()
-        loss_sum += loss.detach()
-        for name, pair in metrics.items():
-            held = sums.setdefault(name, [0.0, 0.0])
-            for position in (0, 1):
-                held[position] = held[position] + pair[position]
-        split = np.bincount(batch.sequence_ids.cpu().numpy(), minlength=len(indices)).cumsum()[:-1]
-        logprobs |= dict(zip(indices, np.split(current.detach().float().cpu().numpy(), split), strict=True))
-    grad_norm = _float(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm))
-    loss_value, pairs = _over_ranks(loss_sum, sums)
-    if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
+
+    recomputed = objective.proximal_policy == "recomputed" and not objective.force_on_policy_ratio
+    later = [number for update in updates[1:] for number in update] if recomputed else []
+    old = {number: logprobs_of(policy, batch_of(number)) for number in later}
+    norms: list[float] = []
+    totals: dict[str, Pair] = {}
+    logprobs: dict[int, np.ndarray] = {}
+    for update in updates:
+        sums: dict[str, Pair] = {}
+        for number in update:
+            batch = batch_of(number)
+            # With adapters the reference is the policy itself, so it is asked before a backward pass is due.
+            anchor = None if reference is None else reference(batch)
+            scores = scores_of(policy, batch)
+            before = old.get(number, scores.logprobs.detach())
+            loss, metrics = _loss(batch, scores, before, anchor, plan, objective)
+            if router_coefficient:
+                balance, metrics["router_imbalance"] = _router_term(batch, scores, policy, plan.denominators)
+                loss = loss + router_coefficient * balance
+            # FSDP averages gradients over ranks; the denominators are those of all ranks and all updates.
+            (loss * (dist.get_world_size() * len(updates))).backward()
+            _add(sums, metrics | {LOSS: (loss.detach(), 1.0), "prefix_tokens_saved": batch.saving()})
+            logprobs |= dict(zip(plan.micro_batches[number][rank], batch.split(before), strict=True))
+        sums = _over_ranks(sums, device)
+        norms.append(_update(plan, policy, optimizer, float(sums[LOSS][0]), max_grad_norm))
+        _add(totals, sums)
+    pairs = {name: (float(top), float(bottom)) for name, (top, bottom) in totals.items()}
+    loss_of_step = pairs.pop(LOSS)[0]
+    return StepResult(loss_of_step, sum(norms) / len(norms), pairs, time.monotonic() - began, logprobs)
+
+
+def _loss(
+    batch: Batch,
+    scores: Scores,
+    old: Tensor,
+    reference: Tensor | None,
+    plan: StepPlan,
+    objective: ObjectiveConfig,
+) -> tuple[Tensor, dict[str, Pair]]:
+    """This micro-batch's share of the step's loss, and its metrics."""
+    loss, metrics = policy_loss(
+        scores.logprobs,
+        old,
+        batch.behaviour_logprobs,
+        batch.advantages,
+        batch.mask,
+        batch.sequence_ids,
+        objective,
+        reference_logprobs=reference,
+        entropy=scores.entropy,
+        lags=None if plan.version is None else plan.version - batch.versions,
+        positive=batch.positive,
+        denominators=plan.denominators,
+    )
+    return loss, dict(metrics)
+
+
+def _router_term(batch: Batch, scores: Scores, policy: Policy, denominators: Denominators) -> tuple[Tensor, Pair]:
+    """This micro-batch's share of the mean imbalance of the step's trained sequences, and the same as a metric."""
+    imbalance = load_imbalance(
+        scores.router_logits,
+        batch.sequence_tokens,
+        batch.sequence_lengths,
+        experts_per_token=policy.language_model.config.num_experts_per_tok,
+    )
+    trained = torch.zeros_like(imbalance).index_add(0, batch.sequence_ids, batch.mask.to(imbalance.dtype)) > 0
+    total = torch.where(trained, imbalance, 0.0).sum()
+    return total / max(denominators.sequences, 1.0), (total.detach(), trained.sum())
+
+
+def _update(plan: StepPlan, policy: Policy, optimizer: torch.optim.Optimizer, loss: float, max_norm: float) -> float:
+    """Clip the gradient, move the weights, forget the gradient; the norm before clipping."""
+    found = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise NonFiniteStep(
-            f"step {plan.step}: loss {loss_value} and gradient norm {grad_norm} are not finite; lower optimizer.learning_rate"
+            f"step {plan.step}: loss {loss} and gradient norm {norm} are not finite; lower optimizer.learning_rate"
         )
     for group in optimizer.param_groups:
         group["lr"] = plan.learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_value, grad_norm, pairs, time.monotonic() - began, logprobs)
+    return norm
 
 
-def _float(norm: Tensor) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def _add(sums: dict[str, Pair], pairs: Mapping[str, Pair]) -> None:
+    for name, (top, bottom) in pairs.items():
+        held = sums.get(name, (0.0, 0.0))
+        sums[name] = (held[0] + top, held[1] + bottom)
 
 
-def _over_ranks(loss: Tensor, sums: dict[str, list[float | Tensor]]) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Sum the loss and all metric pairs over ranks in one collective; every rank has the same metric names."""
+def _over_ranks(sums: Mapping[str, Pair], device: torch.device) -> dict[str, Pair]:
+    """The sums over ranks, in one collective; every rank has the same metric names."""
     names = sorted(sums)
-    flat = torch.tensor(
-        [float(loss), *(float(value) for name in names for value in sums[name])],
-        dtype=torch.float64,
-        device=loss.device,
+    flat = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for name in names for value in sums[name]]
     )
     dist.all_reduce(flat)
-    values = flat.tolist()
-    return values[0], {name: (values[1 + 2 * i], values[2 + 2 * i]) for i, name in enumerate(names)}
+    return {name: (top, bottom) for name, (top, bottom) in zip(names, flat.view(-1, 2).tolist(), strict=True)}

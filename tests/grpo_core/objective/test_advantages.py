@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.objective.advantages import AdvantageError, group_advantages
+from grpo_core.objective.advantages import AdvantageError, group_advantages, source_advantages, whitened
 
 CASES = json.loads((Path(__file__).parents[2] / "cases" / "losses.json").read_text())["advantages"]
 
@@ -107,3 +107,28 @@ def test_order_of_members_does_not_matter(rewards: list[float], random: Any) -> 
         straight = group_advantages([rewards], baseline=baseline)[0]
         shuffled = group_advantages([[rewards[place] for place in order]], baseline=baseline)[0]
         np.testing.assert_allclose(shuffled, straight[order], rtol=1e-6, atol=1e-9)
+
+
+def test_a_source_of_small_spread_counts_as_much_as_one_of_large() -> None:
+    components = {"large": [[100.0, 0.0]], "small": [[0.0, 0.01]]}
+    advantages = source_advantages(components, {"large": 1.0, "small": 1.0})
+    np.testing.assert_allclose(advantages, [[0, 0]], atol=1e-3)
+
+
+def test_no_sources_are_refused() -> None:
+    with pytest.raises(AdvantageError, match="do not match"):
+        source_advantages({}, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 5)), min_size=1, max_size=8))
+def test_whitening_by_counts_is_whitening_of_repeated_values(entries: list[tuple[float, int]]) -> None:
+    values, counts = np.array([[value for value, _ in entries]]), np.array([[count for _, count in entries]])
+    white = whitened(values, counts)
+    repeated = np.repeat(values[0], counts[0])
+    if repeated.size == 0 or repeated.min() == repeated.max():
+        assert not white.any()
+    else:
+        expected = (repeated - repeated.mean()) / repeated.std()
+        np.testing.assert_allclose(np.repeat(white[0], counts[0]), expected, rtol=1e-6, atol=1e-6)
+        assert not white[counts == 0].any()

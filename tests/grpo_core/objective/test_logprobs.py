@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_core.objective.logprobs import LogprobError, token_logprobs
@@ -98,6 +103,56 @@ def test_frozen_weight_gets_no_gradient() -> None:
     hidden.requires_grad_()
     token_logprobs(hidden, weight, targets)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+def test_entropy_alone_has_a_gradient() -> None:
+    hidden, weight, targets = draw()
+    inputs = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    token_logprobs(*inputs, targets, tile=(4, 7))[1].sum().backward()
+    expected = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    plain(*expected, targets)[1].sum().backward()
+    for measured, wanted in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(measured.grad, wanted.grad)
+
+
+def test_a_head_of_higher_precision_than_its_input_is_used_as_it_is() -> None:
+    hidden, weight, targets = draw()
+    logprobs, _ = token_logprobs(hidden.bfloat16(), weight, targets)
+    expected, _ = plain(hidden.bfloat16().double(), weight.double(), targets)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_certain_token_gets_an_exact_gradient() -> None:
+    hidden, weight, targets = draw(tokens=1, width=4, vocab=16)
+    hidden = 4 * weight[targets]
+    measured, expected = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    token_logprobs(measured, weight, targets, tile=(1, 5))[0].sum().backward()
+    plain(expected, weight.double(), targets)[0].sum().backward()
+    assert measured.grad is not None and expected.grad is not None
+    torch.testing.assert_close(measured.grad.double(), expected.grad, rtol=1e-3, atol=1e-6)
+
+
+def sharded_head(rank: int, directory: str) -> None:
+    """One of two ranks, each with half of the output matrix and tokens of its own; saves its half of the gradient."""
+    dist.init_process_group(
+        "gloo", f"file://{directory}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    hidden, weight, targets = draw()
+    head = distribute_tensor(weight[:32], init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    mine = slice(5 * rank, 5 * rank + 5)
+    token_logprobs(hidden[mine], head, targets[mine] % 32)[0].sum().backward()
+    torch.save(head.grad.to_local(), f"{directory}/{rank}")
+    dist.destroy_process_group()
+
+
+def test_sharded_head_is_gathered_and_its_gradient_is_the_mean_over_ranks(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(sharded_head, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    hidden, weight, targets = draw()
+    whole = weight[:32].clone().requires_grad_()
+    token_logprobs(hidden, whole, targets % 32)[0].sum().backward()
+    assert whole.grad is not None
+    halves = [torch.load(tmp_path / str(rank), weights_only=True) for rank in range(2)]
+    torch.testing.assert_close(torch.cat(halves), whole.grad / 2)
 
 
 def test_no_tokens_give_empty_results() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from grpo_core.objective.losses import Denominators
 from grpo_core.recipe import parse
-from grpo_core.training.conductor import Commands, Idle, Save, Step, pack_filled
+from grpo_core.training.conductor import Commands, Idle, Save, Step
 from grpo_core.training.feed import PartCache
 from grpo_core.training.loop import Rank, follow
+from grpo_core.training.sharing import pack_groups
 from grpo_core.training.step import FILLER, Place, StepPlan
 from storage.objects import ObjectStore
 from storage.trajectories import TrajectoryStore
@@ -49,7 +51,8 @@ def idle_step_save(policy_directory: Path, root: str, places: list[Place], lengt
 
     def commands() -> Commands:
         heard["idle"] = yield Idle()
-        packed, fillers = pack_filled([length] * len(places), rows=dist.get_world_size(), token_budget=64)
+        sequences = [np.zeros(length)] * len(places)
+        packed, fillers = pack_groups(sequences, None, rows=dist.get_world_size(), token_budget=64)
         advantages = [1.0, -1.0] * (len(places) // 2) + [0.0] * fillers
         for step in (1, 2):
             plan = StepPlan(

@@ -9,8 +9,11 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from grpo_core.config import ObjectiveConfig, OptimizerConfig
+from grpo_core.config import ObjectiveConfig, OptimizerConfig, RunConfig
 from grpo_core.objective.losses import Denominators
 from grpo_core.training import checkpoint
-from grpo_core.training.batch import Row
-from grpo_core.training.conductor import pack_filled
+from grpo_core.training.batch import Batch, Row
 from grpo_core.training.feed import FILLER_ROW
-from grpo_core.training.model import Policy, load_policy
+from grpo_core.training.lora import gather_adapters, gather_merged
+from grpo_core.training.model import Policy, load_language_model, load_policy, logprobs_of, shard
 from grpo_core.training.optimizer import make_optimizer
-from grpo_core.training.step import FILLER, NonFiniteStep, Place, StepPlan, run_step
+from grpo_core.training.planning import TrainedGroup, plan_step
+from grpo_core.training.reference import Reference, load_reference
+from grpo_core.training.sharing import pack_groups
+from grpo_core.training.step import FILLER, NonFiniteStep, Place, StepPlan, StepResult, run_step
 from grpo_core.trajectory import VersionSpan
 
 CPU = torch.device("cpu")
@@ -36,16 +42,21 @@ CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
 OLDEST = 1
+CONFIG = RunConfig.model_validate({"model": {"dtype": "float32"}, "sampling": {"temperature": 0.9}})
+LORA = {"rank": 4, "alpha": 16.0, "target_modules": ["q_proj", "down_proj"]}
 
 
-def run(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returned on each of `world` ranks of a gloo group."""
+def run(world: int, work: Callable[..., Any], *arguments: Any, deadline: float = 120) -> list[Any]:
+    """What `work(*arguments)` returned on each of `world` ranks of a gloo group, whose collectives have a deadline in
+    seconds; None for a rank that left without an answer."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["tests.grpo_core.training.ranks"])
     directory = Path(tempfile.mkdtemp(prefix="ranks-"))
     answers = processes.SimpleQueue()
     started = [
-        processes.Process(target=_rank, args=(rank, world, str(directory), answers, work, arguments), daemon=True)
+        processes.Process(
+            target=_rank, args=(rank, world, str(directory), answers, work, arguments, deadline), daemon=True
+        )
         for rank in range(world)
     ]
     try:
@@ -59,17 +70,25 @@ def run(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         while not answers.empty():
             rank, answer = answers.get()
             results[rank] = answer
-        return [results[rank] for rank in range(world)]
+        return [results.get(rank) for rank in range(world)]
     finally:
         for process in started:
             process.kill()
         shutil.rmtree(directory)
 
 
-def _rank(rank: int, world: int, directory: str, answers: Any, work: Callable[..., Any], arguments: Any) -> None:
+def _rank(
+    rank: int, world: int, directory: str, answers: Any, work: Callable[..., Any], arguments: Any, deadline: float
+) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/group",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=deadline),
+    )
     answer = work(*arguments)
     # The parent reads only when all have ended, so an answer must fit the pipe; arrays go by file.
     answers.put((rank, answer))
@@ -78,7 +97,7 @@ def _rank(rank: int, world: int, directory: str, answers: Any, work: Callable[..
 
 def policy_of(directory: Path) -> tuple[Policy, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = load_policy(directory, dtype=torch.float32, temperature=0.9, mesh=mesh, activation_checkpointing=False)
+    policy = load_policy(directory, CONFIG, mesh=mesh)
     return policy, make_optimizer(policy, OPTIMIZER)
 
 
@@ -104,8 +123,8 @@ def make_rows(count: int, seed: int) -> list[Row]:
 
 
 def make_plan(rows: Sequence[Row], step: int, *, token_budget: int) -> StepPlan:
-    micro_batches, fillers = pack_filled(
-        [len(row.ids) for row in rows], rows=dist.get_world_size(), token_budget=token_budget
+    packed, fillers = pack_groups(
+        [row.ids for row in rows], None, rows=dist.get_world_size(), token_budget=token_budget
     )
     trained = [int(row.fresh(OLDEST).sum()) for row in rows]
     advantages = [float(value) for value in np.random.default_rng(step).normal(size=len(rows))]
@@ -114,7 +133,7 @@ def make_plan(rows: Sequence[Row], step: int, *, token_budget: int) -> StepPlan:
         step=step,
         places=[Place("part", index) for index in range(len(rows))] + [FILLER] * fillers,
         advantages=advantages + [0.0] * fillers,
-        micro_batches=micro_batches.micro_batches,
+        micro_batches=packed.micro_batches,
         oldest_version=OLDEST,
         denominators=Denominators(float(sum(trained)), sequences, sequences * 16),
         learning_rate=OPTIMIZER.learning_rate,
@@ -236,3 +255,160 @@ def _third_step(policy: Policy, optimizer: torch.optim.Optimizer) -> list[float]
     rows = make_rows(6, seed=3)
     result = step(make_plan(rows, 3, token_budget=64), rows, policy, optimizer, "dapo")
     return [result.loss, result.grad_norm]
+
+
+def config_of(changes: dict[str, dict[str, Any]]) -> RunConfig:
+    """CONFIG with these keys of its sections changed."""
+    values = CONFIG.model_dump(mode="json")
+    return RunConfig.model_validate(values | {name: values[name] | section for name, section in changes.items()})
+
+
+def make_groups(step: int) -> list[TrainedGroup]:
+    """Six groups of three sequences that begin alike; the first half of what was generated comes from version 0."""
+    random = np.random.default_rng(step)
+    groups = []
+    for ordinal, rows in enumerate(np.array_split(np.arange(18), 6)):
+        prompt = random.integers(0, 300, random.integers(3, 9)).astype(np.int32)
+        members = []
+        for row in make_rows(len(rows), seed=100 * step + ordinal):
+            ids = np.concatenate([prompt, row.ids])
+            spans = tuple(
+                replace(span, start=span.start + len(prompt), end=span.end + len(prompt)) for span in row.spans
+            )
+            generated, logprobs = (np.concatenate([0 * prompt, part]) for part in (row.generated, row.logprobs))
+            members.append(Row(ids, generated.astype(bool), logprobs.astype(np.float32), spans))
+        rewards = random.normal(size=len(members)).tolist()
+        advantages = (np.array(rewards) - np.mean(rewards)).tolist()
+        places, positive = [Place("part", int(row)) for row in rows], [reward > 0 for reward in rewards]
+        groups.append(TrainedGroup(ordinal, places, members, advantages, [True] * len(places), positive))
+    return groups
+
+
+def _normalised(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+class Learner:
+    """A policy that takes whole steps of groups. `double`: everything in float64."""
+
+    def __init__(self, directory: Path, changes: dict[str, dict[str, Any]], *, double: bool = False) -> None:
+        self.config = config_of(changes)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if double:
+            language_model = load_language_model(directory, torch.float64)
+            for module in language_model.modules():
+                if hasattr(module, "variance_epsilon"):
+                    # Its own forward rounds to float32, where a difference in the last bit becomes one of 1e-8.
+                    module.forward = partial(_normalised, module)
+            policy = Policy(language_model, self.config.sampling.temperature)
+            self.policy = shard(policy, self.config, mesh=mesh)
+        else:
+            self.policy = load_policy(directory, self.config, mesh=mesh)
+        self.optimizer = make_optimizer(self.policy, OPTIMIZER)
+        self.reference: Reference | None = load_reference(directory, self.config, self.policy, mesh=mesh)
+
+    def plan(self, number: int, groups: Sequence[TrainedGroup], *, learning_rate: float = 1e-2) -> StepPlan:
+        return plan_step(
+            number,
+            groups,
+            ranks=dist.get_world_size(),
+            token_budget=64,
+            share_prefixes=self.config.packing.share_prefixes,
+            minibatches=self.config.grpo.minibatches,
+            version=2,
+            oldest_version=OLDEST,
+            max_completion_length=16,
+            learning_rate=learning_rate,
+        )
+
+    def step(self, number: int, **changes: Any) -> StepResult:
+        groups = make_groups(number)
+        rows = [row for group in groups for row in group.rows]
+        return run_step(
+            self.plan(number, groups, **changes),
+            self.policy,
+            self.optimizer,
+            lambda places: [FILLER_ROW if place == FILLER else rows[place.row] for place in places],
+            self.config.objective,
+            max_grad_norm=MAX_GRAD_NORM,
+            device=CPU,
+            reference=self.reference,
+            router_coefficient=self.config.model.router_aux_loss_coefficient,
+        )
+
+    def logprobs(self, row: Row) -> np.ndarray:
+        """Of one sequence, alone in its row; the same on every rank."""
+        batch = Batch.of([row], [0.0], oldest_version=0, device=CPU)
+        return logprobs_of(self.policy, batch).numpy()
+
+
+def learn(directory: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Some steps of each scenario; weights, and gradients as the optimizer saw them last, go to `output`/NAME.npz."""
+    answers = {}
+    for name, scenario in scenarios.items():
+        learner = Learner(
+            Path(scenario.get("policy", directory)), scenario.get("config", {}), double=scenario.get("double", False)
+        )
+        gradients: dict[str, np.ndarray] = {}
+
+        def look(*_: Any, learner: Learner = learner, gradients: dict[str, np.ndarray] = gradients) -> None:
+            for key, parameter in learner.policy.named_parameters():
+                if parameter.grad is not None:
+                    gradients[f"gradient.{key}"] = whole(parameter.grad)
+
+        learner.optimizer.register_step_pre_hook(look)
+        before = weights(learner.policy)
+        results = [learner.step(number) for number in range(1, scenario.get("steps", 2) + 1)]
+        after = weights(learner.policy)
+        keep(output / f"{name}.npz", after | gradients)
+        answers[name] = {
+            "losses": [result.loss for result in results],
+            "norms": [result.grad_norm for result in results],
+            "pairs": [result.pairs for result in results],
+            "moved": sorted(key for key in after if not np.array_equal(after[key], before[key])),
+            "logprobs": {index: values.tolist() for index, values in results[0].logprobs.items()},
+        }
+    return answers
+
+
+def old_logprobs(directory: Path) -> dict[str, Any]:
+    """A step of three updates: the log-probs that it reports, and those of the policy before it."""
+    learner = Learner(directory, {"grpo": {"minibatches": 3}})
+    rows = [row for group in make_groups(1) for row in group.rows]
+    before = [learner.logprobs(row).tolist() for row in rows]
+    result = learner.step(1, learning_rate=0.05)
+    return {
+        "before": before,
+        "reported": {index: values.tolist() for index, values in result.logprobs.items()},
+        "after": [learner.logprobs(row).tolist() for row in rows],
+    }
+
+
+def adapted(directory: Path, output: Path) -> dict[str, Any]:
+    """Two steps with adapters; merged weights and adapters as they leave, and log-probs of the policy that has them."""
+    learner = Learner(directory, {"model": {"lora": LORA}})
+    row = make_rows(1, seed=7)[0]
+    for number in (1, 2):
+        learner.step(number)
+    first, model = dist.get_rank() == 0, learner.policy.language_model
+    merged = gather_merged(model, dtype=torch.float32, device="cpu", keep=first)
+    adapters = gather_adapters(model, dtype=torch.float32, device="cpu", keep=first)
+    keep(output / "merged.npz", {name: tensor.numpy() for name, tensor in merged})
+    keep(output / "adapters.npz", {name: tensor.numpy() for name, tensor in adapters})
+    return {"kept": [len(merged), len(adapters)], "logprobs": learner.logprobs(row).tolist()}
+
+
+def leave_the_group(directory: Path, said: Path, how: str) -> str:
+    """Rank 1 is gone, or stands still, when rank 0 begins a step: what rank 0 says."""
+    learner = Learner(directory, {})
+    if dist.get_rank() == 1:
+        while how == "stands still" and not said.exists():
+            time.sleep(0.1)
+        os._exit(0)
+    try:
+        learner.step(1)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        said.touch()
+    return "nothing happened"

@@ -25,12 +25,10 @@ from grpo_core.training.conductor import (
     Idle,
     Refit,
     Save,
-    SequenceTooLong,
     Step,
     TrainerStuck,
-    pack_filled,
 )
-from grpo_core.training.packing import PackingError
+from grpo_core.training.planning import SequenceTooLong
 from grpo_core.training.step import FILLER, StepPlan, StepResult
 from grpo_core.trajectory import Stamp
 from storage import layout
@@ -481,7 +479,7 @@ def test_stale_tokens_are_counted_as_masked_and_in_no_denominator(stage: Stage) 
 
 def test_fillers_are_planned_and_do_not_reach_the_ledger(stage: Stage) -> None:
     stage.steps, stage.ranks = 1, 3
-    stage.changes = {"grpo": {"num_prompts_per_step": 2}}
+    stage.changes = {"grpo": {"num_prompts_per_step": 2}, "packing": {"share_prefixes": False}}
     long = {"completion": 28}
     stage.run.whole(group(0, **long), group(1, **long))
     stage.conduct()
@@ -493,22 +491,6 @@ def test_fillers_are_planned_and_do_not_reach_the_ledger(stage: Stage) -> None:
     footer = newest_footer(stage.run.store)
     assert footer is not None and footer.metrics["completion_tokens_mean"] == 28.0
     assert plan.denominators.tokens == 4 * 28
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows", "fillers"), [([5], 3, 2), ([5, 5], 2, 0), ([9, 9, 9], 2, 1), ([5, 4], 1, 0)]
-)
-def test_every_rank_has_a_row_in_every_micro_batch(lengths: list[int], rows: int, fillers: int) -> None:
-    plan, added = pack_filled(lengths, rows=rows, token_budget=10)
-    assert added == fillers
-    indices = sorted(index for micro_batch in plan.micro_batches for row in micro_batch for index in row)
-    assert indices == list(range(len(lengths) + fillers))
-    assert all(len(micro_batch) == rows and all(micro_batch) for micro_batch in plan.micro_batches)
-
-
-def test_packing_that_fillers_cannot_help_is_refused() -> None:
-    with pytest.raises(PackingError):
-        pack_filled([3, 0], rows=1, token_budget=10)
 
 
 def test_a_sequence_that_no_micro_batch_holds_is_named(stage: Stage) -> None:

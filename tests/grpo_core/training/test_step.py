@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.grpo_core import tiny
 from tests.grpo_core.training import ranks
@@ -112,3 +114,143 @@ def test_a_step_that_is_not_finite_leaves_the_weights_untouched(policy: Path, wo
         assert "step 1" in answer["message"] and "not finite" in answer["message"]
         assert answer["untouched"] and answer["moved"]
         assert math.isfinite(answer["loss"])
+
+
+EXPERTS = {"model": {"router_aux_loss_coefficient": 0.1}}
+LEARNING: dict[str, dict[str, Any]] = {
+    "double": {"steps": 5, "double": True},
+    "single": {"steps": 5},
+    "alone": {"config": {"packing": {"share_prefixes": False}}},
+    "updates": {"config": {"grpo": {"minibatches": 3}, "objective": {"epsilon": 1e-4}}},
+    "log-linear": {
+        "config": {
+            "grpo": {"minibatches": 2},
+            "objective": {"proximal_policy": "log_linear", "positive_nll_weight": 0.1},
+        }
+    },
+    "frozen copy": {"config": {"objective": {"beta": 0.5}}},
+    "adapters": {"config": {"model": {"lora": ranks.LORA}, "objective": {"beta": 0.5}}},
+    "experts": {"config": EXPERTS, "policy": "experts"},
+    "experts, small rows": {"config": EXPERTS | {"packing": {"share_prefixes": False}}, "policy": "experts"},
+}
+
+
+def make_experts(directory: Path) -> str:
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def learnt(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+    experts = make_experts(tmp_path_factory.mktemp("policy") / "experts")
+    scenarios = {
+        name: scenario | ({"policy": experts} if "policy" in scenario else {}) for name, scenario in LEARNING.items()
+    }
+    made = {}
+    for world in (1, 2):
+        directory = tmp_path_factory.mktemp(f"learnt-{world}")
+        made[world] = Outcome(ranks.run(world, ranks.learn, policy, directory, scenarios), directory)
+    return made
+
+
+def assert_close(left: Outcome, one: str, right: Outcome, other: str, tolerance: float) -> None:
+    for key in ("losses", "norms"):
+        assert left.ranks[0][one][key] == pytest.approx(right.ranks[0][other][key], rel=tolerance, abs=tolerance)
+    expected = right.weights(other)
+    for name, found in left.weights(one).items():
+        np.testing.assert_allclose(found, expected[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def test_five_steps_in_double_precision_are_the_same_on_two_ranks(learnt: dict[int, Outcome]) -> None:
+    assert_close(learnt[2], "double", learnt[1], "double", 1e-9)
+    arrays = learnt[1].weights("double")
+    assert {name.removeprefix("gradient.") for name in arrays if name.startswith("gradient.")} == {
+        name for name in arrays if not name.startswith("gradient.")
+    }
+    assert all(array.dtype == np.float64 for array in arrays.values())
+
+
+def test_five_steps_in_single_precision_have_the_same_loss_on_two_ranks(learnt: dict[int, Outcome]) -> None:
+    one, two = (learnt[world].ranks[0]["single"]["losses"] for world in (1, 2))
+    assert one == pytest.approx(two, abs=1e-6, rel=1e-6)
+    assert one == pytest.approx(learnt[1].ranks[0]["double"]["losses"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_every_kind_of_step_is_the_same_on_two_ranks(learnt: dict[int, Outcome], name: str) -> None:
+    assert_close(learnt[2], name, learnt[1], name, 5e-6)
+
+
+def ratio(outcome: Outcome, name: str, metric: str, step: int = 0) -> float:
+    numerator, denominator = outcome.ranks[0][name]["pairs"][step][metric]
+    return numerator / denominator
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shared_prefixes_change_nothing_but_the_tokens_forwarded(learnt: dict[int, Outcome], world: int) -> None:
+    first, other = (learnt[world].ranks[0][name] for name in ("single", "alone"))
+    assert first["losses"][:2] == pytest.approx(other["losses"], abs=1e-5)
+    assert first["norms"][:2] == pytest.approx(other["norms"], rel=1e-5)
+    assert ratio(learnt[world], "single", "prefix_tokens_saved") > 0.1
+    assert ratio(learnt[world], "alone", "prefix_tokens_saved") == 0
+
+
+def test_one_update_has_a_ratio_of_one_and_several_do_not(learnt: dict[int, Outcome]) -> None:
+    assert ratio(learnt[1], "single", "ratio") == 1.0
+    assert ratio(learnt[1], "single", "clip_ratio/region") == 0
+    assert ratio(learnt[1], "updates", "ratio") != 1.0
+    # Tokens are of version 1 and training is at 2: the proximal policy lies half-way, from the first update on.
+    assert ratio(learnt[1], "log-linear", "ratio") != 1.0
+    assert ratio(learnt[1], "log-linear", "positive_nll") > 0
+    assert ratio(learnt[1], "updates", "clip_ratio/region") > 0
+
+
+def test_old_log_probs_are_those_of_the_start_of_the_step(policy: Path) -> None:
+    (answer,) = ranks.run(1, ranks.old_logprobs, policy)
+    for index, before in enumerate(answer["before"]):
+        assert answer["reported"][index] == pytest.approx(before, abs=1e-5)
+    assert any(
+        abs(one - two) > 1e-3
+        for before, after in zip(answer["before"], answer["after"], strict=True)
+        for one, two in zip(before, after, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["frozen copy", "adapters"])
+def test_the_reference_is_the_policy_before_the_first_step(learnt: dict[int, Outcome], name: str) -> None:
+    assert ratio(learnt[1], name, "kl_reference", step=0) == pytest.approx(0, abs=1e-9)
+    assert ratio(learnt[1], name, "kl_reference", step=1) > 1e-6
+
+
+def test_only_adapters_are_trained(learnt: dict[int, Outcome]) -> None:
+    moved = learnt[1].ranks[0]["adapters"]["moved"]
+    assert len(moved) == 2 * 2 * 2  # layers, chosen modules, two factors
+    assert all("lora_" in name for name in moved)
+    assert not any("lora_" in name for name in learnt[1].ranks[0]["single"]["moved"])
+
+
+def test_the_router_term_does_not_depend_on_packing(learnt: dict[int, Outcome]) -> None:
+    assert_close(learnt[1], "experts", learnt[1], "experts, small rows", 5e-6)
+    assert any(name.endswith("mlp.gate.weight") for name in learnt[1].ranks[0]["experts"]["moved"])
+    assert ratio(learnt[1], "experts", "router_imbalance") >= 2.0
+
+
+@pytest.mark.parametrize("how", ["dies", "stands still"])
+def test_a_rank_that_is_lost_fails_the_others_within_the_deadline(policy: Path, tmp_path: Path, how: str) -> None:
+    first, second = ranks.run(2, ranks.leave_the_group, policy, tmp_path / "said", how, deadline=8)
+    assert second is None
+    assert "Error" in first and "nothing happened" not in first

@@ -1,0 +1,96 @@
+"""What a step does, from the groups that it trains: advantages, updates, micro-batches, denominators.
+
+Contract: a pure function on plain data. Groups stay whole: each belongs to one optimizer update, and the updates take
+the groups in order, as evenly as they divide. Fillers, which train nothing, come behind the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_core.objective.losses import Denominators
+from grpo_core.training.batch import Row
+from grpo_core.training.sharing import pack_groups
+from grpo_core.training.step import FILLER, Place, StepPlan
+
+
+class SequenceTooLong(RuntimeError):
+    """A group to be trained has a sequence that no micro-batch can hold; the message names its ordinal."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A group as a step takes it; every list has one entry per sequence, a rollout's for each of its sequences.
+    `trained`: whether its tokens may have a gradient at all; `positive`: whether it was rewarded."""
+
+    ordinal: int
+    places: Sequence[Place]
+    rows: Sequence[Row]
+    advantages: Sequence[float]
+    trained: Sequence[bool]
+    positive: Sequence[bool]
+
+
+def plan_step(
+    step: int,
+    groups: Sequence[TrainedGroup],
+    *,
+    ranks: int,
+    token_budget: int,
+    share_prefixes: bool,
+    minibatches: int,
+    version: int,
+    oldest_version: int,
+    max_completion_length: int,
+    learning_rate: float,
+) -> StepPlan:
+    """The plan of step `step` on `ranks` ranks. `minibatches`: number of optimizer updates, at most one per group.
+    Raises SequenceTooLong."""
+    rows = [row for group in groups for row in group.rows]
+    numbers = [number for number, group in enumerate(groups) for _ in group.rows]
+    micro_batches: list[list[list[int]]] = []
+    updates, fillers = [], 0
+    for chosen in np.array_split(np.arange(len(groups)), min(minibatches, len(groups))):
+        indices = [index for index, number in enumerate(numbers) if number in set(chosen.tolist())]
+        plan, added = pack_groups(
+            [rows[index].ids for index in indices],
+            [numbers[index] for index in indices] if share_prefixes else None,
+            rows=ranks,
+            token_budget=token_budget,
+        )
+        if plan.oversize:
+            index = indices[plan.oversize[0]]
+            raise SequenceTooLong(
+                f"step {step}: a sequence of ordinal {groups[numbers[index]].ordinal} has {len(rows[index].ids)} tokens, "
+                f"more than packing.token_budget={token_budget}; raise it"
+            )
+        names = [*indices, *range(len(rows) + fillers, len(rows) + fillers + added)]
+        micro_batches += [[[names[place] for place in row] for row in batch] for batch in plan.micro_batches]
+        updates.append(len(plan.micro_batches))
+        fillers += added
+    gradient = [may for group in groups for may in group.trained]
+    trained = [int(row.fresh(oldest_version).sum()) if may else 0 for row, may in zip(rows, gradient, strict=True)]
+    positive = [rewarded for group in groups for rewarded in group.positive]
+    sequences = float(sum(tokens > 0 for tokens in trained))
+    return StepPlan(
+        step=step,
+        places=[place for group in groups for place in group.places] + [FILLER] * fillers,
+        advantages=[float(value) for group in groups for value in group.advantages] + [0.0] * fillers,
+        micro_batches=micro_batches,
+        oldest_version=oldest_version,
+        denominators=Denominators(
+            tokens=float(sum(trained)),
+            sequences=sequences,
+            constant=sequences * max_completion_length,
+            positive_tokens=float(sum(tokens for tokens, rewarded in zip(trained, positive, strict=True) if rewarded)),
+        ),
+        learning_rate=learning_rate,
+        updates=tuple(updates),
+        groups=numbers + list(range(len(groups), len(groups) + fillers)) if share_prefixes else [],
+        trained=gradient + [False] * fillers,
+        positive=positive + [False] * fillers,
+        version=version,
+    )

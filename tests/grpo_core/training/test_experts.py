@@ -1,0 +1,43 @@
+"""The imbalance of a router is that of each sequence, whatever shares its row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from grpo_core.training.experts import load_imbalance
+
+
+def logits(layers: int, tokens: int, experts: int = 5) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(tokens, experts, dtype=torch.float64, requires_grad=True) for _ in range(layers)]
+
+
+def test_one_sequence_and_one_layer_give_the_usual_loss() -> None:
+    (layer,) = logits(1, 12)
+    found = load_imbalance([layer], torch.arange(12), torch.tensor([12]), experts_per_token=2)
+    expected = load_balancing_loss_func((layer,), num_experts=5, top_k=2)
+    torch.testing.assert_close(found[0], expected.to(found.dtype))
+    torch.testing.assert_close(
+        torch.autograd.grad(found[0], layer, retain_graph=True), torch.autograd.grad(expected, layer)
+    )
+
+
+def test_sequences_do_not_see_each_other_and_may_share_tokens() -> None:
+    layers = logits(3, 10)
+    together = load_imbalance(
+        layers, torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 6]), torch.tensor([4, 5]), experts_per_token=2
+    )
+    for number, tokens in enumerate(([0, 1, 2, 3], [0, 1, 4, 5, 6])):
+        alone = load_imbalance(layers, torch.tensor(tokens), torch.tensor([len(tokens)]), experts_per_token=2)
+        torch.testing.assert_close(together[number], alone[0])
+
+
+def test_an_even_load_has_the_least_imbalance() -> None:
+    even = 10 * torch.eye(4)
+    one = torch.zeros(4, 4)
+    one[:, 0] = 10
+    tokens, lengths = torch.arange(4), torch.tensor([4])
+    torch.testing.assert_close(load_imbalance([even], tokens, lengths, experts_per_token=1), torch.ones(1))
+    assert load_imbalance([one], tokens, lengths, experts_per_token=1) > 3.9

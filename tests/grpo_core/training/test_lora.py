@@ -1,0 +1,118 @@
+"""Adapters begin as nothing, are the same on every rank, and leave as weights or as PEFT's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from grpo_core.config import LoRAConfig
+from grpo_core.training.lora import add_adapters, gather_adapters, gather_merged, is_adapter, without_adapters
+from tests.grpo_core import tiny
+from tests.grpo_core.training import ranks
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("policy") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def outcomes(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[dict], Path]]:
+    made = {}
+    for world in (1, 2):
+        directory = tmp_path_factory.mktemp(f"world-{world}")
+        made[world] = ranks.run(world, ranks.adapted, policy, directory), directory
+    return made
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    with np.load(path) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def logprobs(model: torch.nn.Module) -> list[float]:
+    ids = torch.from_numpy(ranks.make_rows(1, seed=7)[0].ids).long()
+    generated = ranks.make_rows(1, seed=7)[0].generated[1:]
+    with torch.no_grad():
+        values = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1] / 0.9, -1).gather(1, ids[1:, None])[:, 0]
+    return values[torch.from_numpy(generated)].tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_merged_weights_are_those_of_a_plain_model(policy: Path, outcomes: dict, world: int) -> None:
+    answers, directory = outcomes[world]
+    merged = load(directory / "merged.npz")
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(merged)
+    assert logprobs(model) == pytest.approx(answers[0]["logprobs"], abs=1e-5)
+    changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+    assert answers[-1]["kept"] == ([len(merged), 8] if world == 1 else [0, 0])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_leave_as_a_file_that_peft_reads(policy: Path, outcomes: dict, world: int, tmp_path: Path) -> None:
+    answers, directory = outcomes[world]
+    save_file(load(directory / "adapters.npz"), tmp_path / "adapter_model.safetensors")
+    LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules=["q_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(policy),
+    ).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), tmp_path)
+    assert logprobs(model) == pytest.approx(answers[0]["logprobs"], abs=1e-5)
+
+
+def test_ranks_draw_the_same_adapters(outcomes: dict) -> None:
+    one, two = (load(outcomes[world][1] / "adapters.npz") for world in (1, 2))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], atol=5e-6, rtol=0)
+
+
+def test_adapters_begin_as_nothing_and_depend_on_the_seed_alone(policy: Path) -> None:
+    made = []
+    for seed, drawn_before in ((1, 0), (1, 5), (2, 0)):
+        torch.manual_seed(drawn_before)
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+        plain = logprobs(model)
+        add_adapters(model, LoRAConfig(), seed=seed)
+        assert logprobs(model) == plain
+        state = torch.get_rng_state()
+        torch.manual_seed(drawn_before)
+        assert torch.equal(state, torch.get_rng_state())
+        made.append({name: value for name, value in model.named_parameters() if is_adapter(name)})
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
+    assert any(not torch.equal(value, made[2][name]) for name, value in made[0].items())
+    assert len(made[0]) == 2 * 2 * 7  # layers, factors, linear layers but the head
+
+
+def test_without_adapters_the_model_is_what_it_was(policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    plain = logprobs(model)
+    add_adapters(model, LoRAConfig(), seed=0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if is_adapter(name):
+                value.fill_(0.1)
+    adapted = logprobs(model)
+    with without_adapters(model):
+        assert logprobs(model) == plain
+    assert logprobs(model) == adapted != plain
+    assert all(value.requires_grad == is_adapter(name) for name, value in model.named_parameters())
+
+
+def test_a_model_without_adapters_leaves_as_it_is(policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    merged = dict(gather_merged(model, dtype=torch.float32, device="cpu", keep=True))
+    assert merged.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
+    assert gather_adapters(model, dtype=torch.float32, device="cpu", keep=True) == []
