@@ -171,13 +171,17 @@ def resume(root: Path, watch: Stopwatch) -> tuple[Leasing, Feed]:
     with watch.phase("leasing"):
         stream = PromptStream(SPLITS.train, seed=settings.data.seed)
         leasing = Leasing(store, claim.attempt, run.window, stream, manifest, keep_buffered=True)
-        leasing.heed(hold_inquest(store, after, lives=settings.generation.max_rollout_attempts))
+        leasing.heed(
+            hold_inquest(store, after, lives=settings.generation.max_rollout_attempts, leasable=leasing.leasable)
+        )
     with watch.phase("feed"):
         frontier = Frontier.resume(FrontierState.from_json(manifest.frontier))
         trajectories = TrajectoryStore(store, claim.attempt)
         lineage = Lineage.of(living_chain(store), every_steps=settings.refit.every_steps)
         cache = PartCache(trajectories)
-        feed = Feed(store, trajectories, claim.attempt, frontier, cache, rollouts=ROLLOUTS, lineage=lineage)
+        feed = Feed(
+            store, trajectories, claim.attempt, frontier, cache, rollouts=ROLLOUTS, least=ROLLOUTS, lineage=lineage
+        )
         feed.restore(manifest.pinned, manifest.frontier["buffered"])
         assert newest_footer(store) is not None
     with watch.phase("first look"):

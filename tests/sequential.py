@@ -128,19 +128,17 @@ def learn(
             oldest_version=0,
             device=CPU,
         )
-        current, entropy = policy(
-            batch.input_ids, batch.position_ids, batch.packing, at=batch.at, targets=batch.targets
-        )
+        scores = policy(batch.input_ids, batch.position_ids, batch.packing, at=batch.at, targets=batch.targets)
         loss, _ = policy_loss(
-            current,
-            current.detach(),
+            scores.logprobs,
+            scores.logprobs.detach(),
             batch.behaviour_logprobs,
             batch.advantages,
             batch.mask,
             batch.sequence_ids,
             config.objective,
             denominators=denominators,
-            entropy=entropy,
+            entropy=scores.entropy,
         )
         loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm)

@@ -138,7 +138,7 @@ def recipe_variant(random: Random) -> dict[str, Any]:
             },
         },
         "generation": {"lease_prompts": random.choice([1, 2, 3])},
-        "packing": {"token_budget": random.choice([64, 128, 256])},
+        "packing": {"token_budget": random.choice([64, 128, 256]), "share_prefixes": window > 0},
         "checkpointing": {
             "save_period": random.choice([1, 2]),
             "keep_last": random.choice([1, 2]),

@@ -84,7 +84,11 @@ RECIPE: dict[str, Any] = {
 }
 
 # Synchronous GRPO: with the deterministic engine, such a run comes to the same bits however it is disturbed.
-SYNCHRONOUS: dict[str, Any] = {"grpo": {"max_num_steps": 4, "async_grpo": {"max_trajectory_age_steps": 0}}}
+# Shared prefixes add up in another order than sequences do one by one; the plain loop does not have them.
+SYNCHRONOUS: dict[str, Any] = {
+    "grpo": {"max_num_steps": 4, "async_grpo": {"max_trajectory_age_steps": 0}},
+    "packing": {"share_prefixes": False},
+}
 
 
 @dataclass
