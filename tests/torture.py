@@ -126,14 +126,16 @@ def fake_plans(seed: int) -> Iterator[Plan]:
 def recipe_variant(random: Random) -> dict[str, Any]:
     """Settings that change who waits for whom, and what a killed process leaves behind."""
     window = random.choice([0, 1, 2])
+    sampler = random.choice(["windowed", "in_order", "freshest"])
     return {
         "grpo": {
             "num_prompts_per_step": random.choice([2, 4]),
             "use_dynamic_sampling": window > 0 and random.choice([True, False]),
             "async_grpo": {
                 "max_trajectory_age_steps": window,
-                "sampler": random.choice(["windowed", "in_order", "freshest"]),
-                "stale_policy": random.choice(["mask", "drop", "wait"]),
+                "sampler": sampler,
+                # Waiting for the oldest and training the freshest first exclude each other.
+                "stale_policy": random.choice(["mask", "drop"] if sampler == "freshest" else ["mask", "drop", "wait"]),
                 "in_flight_weight_updates": random.choice([True, False]),
             },
         },
