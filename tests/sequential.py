@@ -39,11 +39,7 @@ def train(config: RunConfig, directory: Path, reward: Reward, *, steps: int) -> 
 
     `reward` takes the token ids of the completions of one group.
     """
-    language_model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=NAME, local_files_only=True
-    )
-    policy = Policy(language_model, config.sampling.temperature)
-    optimizer = make_optimizer(policy, config.optimizer)
+    policy, optimizer = learner(config, directory)
     sampler = Sampler(config, directory)
     size = config.grpo.num_prompts_per_step
     for step in range(1, steps + 1):
@@ -53,6 +49,15 @@ def train(config: RunConfig, directory: Path, reward: Reward, *, steps: int) -> 
             parameters["lr"] = learning_rate(step - 1, config.grpo.max_num_steps, config.optimizer)
         learn(config, policy, optimizer, groups, [reward(completions(group)) for group in groups])
     return checkpoint_tensors(policy, optimizer)
+
+
+def learner(config: RunConfig, directory: Path) -> tuple[Policy, torch.optim.Optimizer]:
+    """Version 0, and what will change it."""
+    language_model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation=NAME, local_files_only=True
+    )
+    policy = Policy(language_model, config.sampling.temperature)
+    return policy, make_optimizer(policy, config.optimizer)
 
 
 class Sampler:
@@ -106,8 +111,8 @@ def learn(
     optimizer: torch.optim.Optimizer,
     groups: list[list[Row]],
     rewards: list[list[float]],
-) -> None:
-    """One optimizer step on these groups."""
+) -> float:
+    """One optimizer step on these groups; its loss."""
     # A shard keeps rewards as float32.
     advantages = group_advantages(
         np.array(rewards, dtype=np.float32),
@@ -120,6 +125,7 @@ def learn(
         sequences=float(len(rows)),
         constant=float(len(rows) * config.generation.max_completion_length),
     )
+    total = 0.0
     packed = pack([len(each.ids) for each in rows], rows=1, token_budget=config.packing.token_budget)
     for (indices,) in packed.micro_batches:
         batch = Batch.of(
@@ -141,9 +147,11 @@ def learn(
             entropy=scores.entropy,
         )
         loss.backward()
+        total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
+    return total
 
 
 def checkpoint_tensors(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
