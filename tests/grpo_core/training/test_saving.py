@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from grpo_core.config import CheckpointingConfig
+from grpo_core.config import CheckpointingConfig, RunConfig
 from grpo_core.recipe import parse
 from grpo_core.rollout.group import derived_seed
 from grpo_core.training import checkpoint, saving
@@ -242,7 +242,7 @@ def checkpoint_of(store: ObjectStore, attempt: int, step: int, **metrics: float)
     commit_manifest(store, Manifest(attempt, step, step, {}, {}, 0.0, metrics=metrics))
 
 
-ONE = CheckpointingConfig(keep_last=1, keep_top_k=0)
+ONE = RunConfig(checkpointing=CheckpointingConfig(keep_last=1, keep_top_k=0))
 
 
 def test_retention_keeps_parents_and_steps_over_what_is_damaged(
@@ -265,7 +265,8 @@ def test_retention_keeps_the_best_in_the_direction_asked_for(tmp_path: Path, hig
     store = Run.start(tmp_path).store
     for step, loss in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.4)):
         checkpoint_of(store, 1, step, loss=loss)
-    retain(store, 1, CheckpointingConfig(keep_last=1, keep_top_k=1, metric_name="loss", higher_is_better=higher))
+    kept = CheckpointingConfig(keep_last=1, keep_top_k=1, metric_name="loss", higher_is_better=higher)
+    retain(store, 1, RunConfig(checkpointing=kept))
     assert committed(store) == [CheckpointName(1, best), CheckpointName(1, 4)]
 
 
