@@ -56,12 +56,12 @@ class EvaluationJob:
 
     def run(self) -> Evaluation:
         """Sample, score and store. Raise EvaluationStopped when told to stop, NoEngine, or Fenced."""
-        records = asyncio.run(self._until_stopped())
+        table = schema.table(asyncio.run(self._until_stopped()), schema.EVALUATION)
         attempt, version = self.stamp.attempt, self.stamp.version
-        data = schema.encode(schema.table(records, schema.EVALUATION), schema.EVALUATION, {"attempt": str(attempt)})
+        data = schema.encode(table, schema.EVALUATION, {"attempt": str(attempt)})
         Fence(self.store, attempt).check()
         self.store.put_if_absent(layout.evaluation(attempt, version), data)
-        return evaluation_of(records, self.generator.config, attempt=attempt, version=version)
+        return evaluation_of(table, self.generator.config, attempt=attempt, version=version)
 
     async def _until_stopped(self) -> list[dict[str, Any]]:
         work = asyncio.create_task(_sample(self.generator, self.rows, self.stamp))

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any
 
+import pyarrow as pa
+
 from grpo_core.config import EVALUATION_METRICS, RunConfig
 from storage import layout, schema
 from storage.attempts import Link, living_chain
@@ -88,7 +90,10 @@ def scores_of(records: Iterable[Mapping[str, Any]], *, pass_threshold: float) ->
     scores = {
         mode: _mean([value for each in found.values() for value in each]) for mode, found in rewards.items() if found
     }
-    counts = [(len(values), sum(value >= pass_threshold for value in values)) for values in rewards["sampled"].values()]
+    counts = [
+        (len(values), sum(_reaches(value, pass_threshold) for value in values))
+        for values in rewards["sampled"].values()
+    ]
     most, k = median_low(total for total, _ in counts) if counts else 0, 1
     while k <= most:
         scores[f"pass@{k}"] = _mean([pass_at_k(total, correct, k) for total, correct in counts if total >= k])
@@ -118,12 +123,12 @@ def read_evaluation(store: ObjectStore, name: EvaluationName, config: RunConfig)
     """Raise ObjectMissing or DamagedShard."""
     key = layout.evaluation(name.attempt, name.version, name.name)
     table, _ = schema.decode(store.get(key), name=key)
+    return evaluation_of(table, config, attempt=name.attempt, version=name.version)
+
+
+def evaluation_of(table: pa.Table, config: RunConfig, *, attempt: int, version: int) -> Evaluation:
+    """The evaluation whose records, as they are stored, `table` holds."""
     records = table.select([column for column in COLUMNS if column in table.column_names]).to_pylist()
-    return evaluation_of(records, config, attempt=name.attempt, version=name.version)
-
-
-def evaluation_of(records: Sequence[Mapping[str, Any]], config: RunConfig, *, attempt: int, version: int) -> Evaluation:
-    """The evaluation that these records are."""
     scores = scores_of(records, pass_threshold=config.evaluation.pass_threshold)
     return Evaluation(attempt, version, version * config.refit.every_steps, scores, purity_of(records))
 
@@ -144,7 +149,8 @@ def goal_of(evaluations: Iterable[Evaluation], config: RunConfig) -> Evaluation 
     if metric is None or threshold is None:
         return None
     return next(
-        (e for e in evaluations if e.version > 0 and metric in e.scores and e.scores[metric].mean >= threshold), None
+        (e for e in evaluations if e.version > 0 and metric in e.scores and _reaches(e.scores[metric].mean, threshold)),
+        None,
     )
 
 
@@ -188,6 +194,11 @@ def with_evaluation_metric(store: ObjectStore, manifests: Sequence[Manifest], co
         return manifest if score is None else replace(manifest, metrics={**manifest.metrics, metric: score.mean})
 
     return [ranked(manifest) for manifest in manifests]
+
+
+def _reaches(value: float, threshold: float) -> bool:
+    """Rewards are stored in single precision, so a reward of 0.7 is a little less than a threshold of 0.7."""
+    return value >= threshold or math.isclose(value, threshold, rel_tol=1e-6)
 
 
 def _contains(chain: Iterable[Link], attempt: int, step: int) -> bool:

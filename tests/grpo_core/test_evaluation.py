@@ -140,6 +140,14 @@ def test_the_goal_is_the_first_trained_version_that_reaches_the_threshold() -> N
     assert goal_of([Evaluation(1, 2, 2, {})], settings) is None
 
 
+def test_a_stored_reward_reaches_a_threshold_of_the_same_value(store: ObjectStore) -> None:
+    put(store, 1, 2, *(record("sampled", index, 0.7) for index in range(3)))
+    goal = {"every_steps": 1, "stop_metric": "sampled", "stop_threshold": 0.7, "pass_threshold": 0.7}
+    (found,) = made = read_evaluations(store, config(evaluation=goal))
+    assert found.scores["sampled"].mean < 0.7 and found.scores["pass@1"].mean == 1.0
+    assert goal_of(made, config(evaluation=goal)) == found
+
+
 def test_checkpoints_have_the_metric_of_the_newest_evaluation_before_them(store: ObjectStore) -> None:
     for attempt, version, reward in ((1, 2, 0.25), (1, 5, 0.75), (2, 6, 0.5)):
         put(store, attempt, version, record("greedy", 0, reward))
