@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from flows.evaluate import read_evaluations
+from flows.views.standing import recorded_run
+from grpo_core.evaluation import read_evaluations
 from storage import layout
 from storage.objects import ObjectStore
 
@@ -30,7 +31,8 @@ def run_seed(seed: int, root: str) -> dict:
     arguments = ["train", str(RECIPE), "--run-id", name, "--root", root, "--set", f"seed={seed}", "--no-prefect"]
     subprocess.run([sys.executable, "-m", "flows.cli", *arguments], check=True)
     seconds = time.monotonic() - began
-    first, *_, last = read_evaluations(ObjectStore.open(layout.run_root(root, name), read_only=True))
+    store = ObjectStore.open(layout.run_root(root, name), read_only=True)
+    first, *_, last = read_evaluations(store, recorded_run(store).config)
     return {
         "seed": seed,
         "seconds": round(seconds),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from flows.control import Control
 from flows.engines import Engines
-from flows.evaluate import Evaluation, read_evaluations
 from flows.pipeline import Pipeline
 from flows.policy import PolicyPreparation
 from flows.run import Run, RunRefused, check_owner, finished_at, open_run, open_store
 from grpo_core.config import RunConfig, StreamData
+from grpo_core.evaluation import Evaluation, goal_of, read_evaluations
 from grpo_core.prompts import Prompts, PromptStream, load_splits
 from grpo_core.refit.canary import canary_tokens
 from grpo_core.rollout.chat import Chat
@@ -30,18 +30,21 @@ from storage.objects import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How a run ended."""
+    """How a run ended; `goal` is the evaluation that ended it, if one did."""
 
     run_id: str
     steps: int
     trained: int
     dropped: int
     evaluations: tuple[Evaluation, ...]
+    goal: Evaluation | None = None
 
     def text(self) -> str:
         lines = [
             f"run {self.run_id} finished: {self.steps} steps, {self.trained} groups trained, {self.dropped} dropped"
         ]
+        if self.goal is not None:
+            lines.append(f"version {self.goal.version} reached the goal, evaluation.stop_threshold")
         return "\n".join(lines + [evaluation.line() for evaluation in self.evaluations])
 
 
@@ -96,7 +99,9 @@ def summarise(config: RunConfig, store: ObjectStore) -> Summary:
     footer = newest_footer(store)
     totals = Totals() if footer is None else footer.totals
     steps = 0 if footer is None else footer.step_done
-    return Summary(config.run_id, steps, totals.trained, sum(totals.dropped.values()), tuple(read_evaluations(store)))
+    evaluations = tuple(read_evaluations(store, config))
+    dropped = sum(totals.dropped.values())
+    return Summary(config.run_id, steps, totals.trained, dropped, evaluations, goal_of(evaluations, config))
 
 
 def log_directory(config: RunConfig, store: ObjectStore) -> Path:

@@ -5,7 +5,7 @@ run: whatever a new attempt could need is left, and a claim in the middle ends t
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from flows.views.standing import recorded_run
 from flows.views.terminal import figure, plain
+from grpo_core.evaluation import with_evaluation_metric
 from storage.garbage import GRACE_SECONDS, Garbage, Retention, collect, select, survey
 from storage.layout import CheckpointName
 from storage.objects import ObjectStore
@@ -54,6 +55,8 @@ def collect_garbage(store: ObjectStore, *, now: float, dry_run: bool = False) ->
     if contents is None:
         return Collection(dry_run=dry_run)
     settings = config.checkpointing
+    manifests = with_evaluation_metric(store, list(contents.manifests.values()), config)
+    contents = replace(contents, manifests={manifest.name: manifest for manifest in manifests})
     garbage = select(
         contents,
         Retention(settings.keep_last, settings.keep_top_k, settings.metric_name, settings.higher_is_better),

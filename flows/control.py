@@ -12,9 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Literal, Protocol, TypeVar
 
-from flows.evaluate import Evaluation
+from flows.evaluate import EvaluationJob
 from flows.generate import LeaseJob, LeaseResult
 from flows.progress import Progress
+from grpo_core.evaluation import Evaluation
 
 MAX_LEASES = 256
 Wish = Literal["run", "cancel", "suspend"]
@@ -47,8 +48,8 @@ class Control(Protocol):
     def dispatch(self, job: LeaseJob) -> Dispatched[LeaseResult]:
         """Start a generation task."""
 
-    def evaluate(self, version: int, work: Callable[[], Evaluation]) -> Dispatched[Evaluation]:
-        """Start an evaluation of this version."""
+    def evaluate(self, job: EvaluationJob) -> Dispatched[Evaluation]:
+        """Start an evaluation."""
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
         """A child process was started; `poll` gives its exit status once it has ended."""
@@ -99,8 +100,8 @@ class LocalControl:
     def dispatch(self, job: LeaseJob) -> Future[LeaseResult]:
         return self._threads.submit(job.run)
 
-    def evaluate(self, version: int, work: Callable[[], Evaluation]) -> Future[Evaluation]:
-        return self._threads.submit(work)
+    def evaluate(self, job: EvaluationJob) -> Future[Evaluation]:
+        return self._threads.submit(job.run)
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
         return None

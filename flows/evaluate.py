@@ -1,30 +1,38 @@
 """The held-out split under one version of the policy: sampled at the training temperature, and greedily beside it.
 
-Invariant: an evaluation is stored once, under the version its tokens were sampled with; it uses its own seeds and
-never enters the ledger, so it changes nothing that is trained.
+Invariant: an evaluation is stored once, under the version that was live when it began, and each of its records says
+which versions its tokens are of; it uses its own seeds and never enters the ledger, so it changes nothing that is
+trained. It goes beside training: REQUESTS_IN_FLIGHT of its requests are with the router, which serves all in order.
 """
 
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 
+from grpo_core.config import EvaluationConfig
+from grpo_core.evaluation import Evaluation, evaluation_of
 from grpo_core.prompts import Row
 from grpo_core.rollout.episodes import EnvironmentFailed
 from grpo_core.rollout.group import Generator, RolloutFailed, Task
 from grpo_core.rollout.rewards import RewardError, Scores
-from grpo_core.trajectory import Prompt, Rollout
+from grpo_core.trajectory import Prompt, Rollout, Stamp
 from storage import layout, schema
+from storage.attempts import Fence
 from storage.objects import ObjectStore
 
 Mode = Literal["sampled", "greedy"]
 # Keeps the seeds of evaluations apart from those of training, whose second part is an ordinal ≥ 0.
 SEED_SPACE = -1
 REQUESTS_IN_FLIGHT = 32
+
+
+class EvaluationStopped(RuntimeError):
+    """The evaluation was told to stop; nothing of it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,49 +45,47 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Mean reward of one mode over `samples` completions; `error` is the standard error of the mean."""
+class EvaluationJob:
+    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs."""
 
-    mean: float
-    error: float
-    samples: int
+    generator: Generator
+    rows: Sequence[Row]
+    store: ObjectStore
+    stamp: Stamp
+    stopped: Callable[[], bool]
+
+    def run(self) -> Evaluation:
+        """Sample, score and store. Raise EvaluationStopped when told to stop, NoEngine, or Fenced."""
+        table = schema.table(asyncio.run(self._until_stopped()), schema.EVALUATION)
+        attempt, version = self.stamp.attempt, self.stamp.version
+        data = schema.encode(table, schema.EVALUATION, {"attempt": str(attempt)})
+        Fence(self.store, attempt).check()
+        self.store.put_if_absent(layout.evaluation(attempt, version), data)
+        return evaluation_of(table, self.generator.config, attempt=attempt, version=version)
+
+    async def _until_stopped(self) -> list[dict[str, Any]]:
+        work = asyncio.create_task(_sample(self.generator, self.rows, self.stamp))
+        while not work.done():
+            await asyncio.wait({work}, timeout=0.2)
+            if self.stopped() and not work.done():
+                work.cancel()
+                await asyncio.wait({work}, timeout=5)
+                raise EvaluationStopped(f"the evaluation of version {self.stamp.version} was stopped")
+        return work.result()
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What one version scored on the held-out split."""
-
-    version: int
-    scores: dict[Mode, Score]
-
-    def line(self) -> str:
-        parts = [
-            f"{mode} {score.mean:.3f} ± {1.96 * score.error:.3f} ({score.samples})"
-            for mode, score in self.scores.items()
-        ]
-        return f"held-out reward of version {self.version}: " + ", ".join(parts)
-
-
-def evaluate(
-    generator: Generator, rows: Sequence[Row], store: ObjectStore, *, attempt: int, version: int
-) -> Evaluation:
-    """Sample, score and store."""
-    settings = generator.config.evaluation
-    shares = [settings.samples // len(rows) + (index < settings.samples % len(rows)) for index in range(len(rows))]
+def requests(settings: EvaluationConfig, rows: int) -> list[Request]:
+    """What an evaluation asks for: of each prompt as many completions as of any other, or one more."""
+    if settings.samples_per_prompt is None:
+        shares = [settings.samples // rows + (index < settings.samples % rows) for index in range(rows)]
+    else:
+        shares = [settings.samples_per_prompt] * min(rows, settings.samples // settings.samples_per_prompt)
     wanted = [Request("sampled", index, share) for index, share in enumerate(shares) if share]
-    if settings.greedy:
-        wanted += [Request("greedy", request.index, 1) for request in wanted]
-    records = asyncio.run(_sample(generator, rows, wanted, version))
-    table = schema.table(records, schema.EVALUATION)
-    store.put_if_absent(
-        layout.evaluation(attempt, version), schema.encode(table, schema.EVALUATION, {"attempt": str(attempt)})
-    )
-    return Evaluation(version, _scores(records))
+    return wanted + [Request("greedy", request.index, 1) for request in wanted if settings.greedy]
 
 
-async def _sample(
-    generator: Generator, rows: Sequence[Row], wanted: Sequence[Request], version: int
-) -> list[dict[str, Any]]:
+async def _sample(generator: Generator, rows: Sequence[Row], stamp: Stamp) -> list[dict[str, Any]]:
+    """The records of all requests."""
     places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
 
     async def one(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
@@ -87,7 +93,7 @@ async def _sample(
             return await scored(request, session)
         except (EnvironmentFailed, RolloutFailed, RewardError) as error:
             # One prompt that cannot be answered or scored must not cost the run its evaluation.
-            return [_unscored(rows[request.index], request, version, f"{type(error).__name__}: {error}")]
+            return [_unscored(rows[request.index], request, stamp.version, f"{type(error).__name__}: {error}")]
 
     async def scored(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """The records of one request; at most REQUESTS_IN_FLIGHT of them are with the engines at a time."""
@@ -95,28 +101,32 @@ async def _sample(
         task = Task(
             prompt=Prompt(request.index, 0, request.index, row.messages, row.columns),
             session=session,
-            name=f"{config.run_id}-evaluation-{version}-{request.mode}-{request.index}",
+            name=f"{config.run_id}-{stamp.attempt}-evaluation-{stamp.version}-{request.mode}-{request.index}",
             seeds=(config.seed, SEED_SPACE, request.index),
             temperature=config.sampling.temperature if request.mode == "sampled" else 0.0,
+            # However old they get, they are not to be trained on.
+            cancellable=False,
         )
         async with places:
             outcomes = await generator.rollouts(task, request.count)
         if failure := next((outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)), None):
             raise failure
         rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
-        return _records(row, request, rollouts, await generator.score(task.prompt, rollouts), version)
+        return _records(row, request, rollouts, await generator.score(task.prompt, rollouts), stamp)
 
     async with aiohttp.ClientSession() as session:
-        answers = await asyncio.gather(*(one(request, session) for request in wanted))
+        answers = await asyncio.gather(
+            *(one(request, session) for request in requests(generator.config.evaluation, len(rows)))
+        )
     return [record for records in answers for record in records]
 
 
 def _records(
-    row: Row, request: Request, rollouts: Sequence[Rollout], scores: Scores, version: int
+    row: Row, request: Request, rollouts: Sequence[Rollout], scores: Scores, stamp: Stamp
 ) -> list[dict[str, Any]]:
     return [
         {
-            "version": version,
+            "version": stamp.version,
             "dataset_index": request.index,
             "mode": request.mode,
             "reward": None if math.isnan(reward) else reward,
@@ -124,9 +134,21 @@ def _records(
             "completion": rollout.messages[-1]["content"],
             "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
             "finish_reason": rollout.finish_reason,
+            **_versions(rollout, stamp),
         }
         for rollout, reward in zip(rollouts, scores.rewards, strict=True)
     ]
+
+
+def _versions(rollout: Rollout, stamp: Stamp) -> dict[str, Any]:
+    """Which versions sampled a rollout's tokens, and how many of them did the evaluated one."""
+    spans = [span for turn in rollout.turns for span in turn.spans]
+    own = [span for span in spans if (span.attempt, span.version) == (stamp.attempt, stamp.version)]
+    return {
+        "min_version": min((span.version for span in spans), default=None),
+        "max_version": max((span.version for span in spans), default=None),
+        "version_tokens": sum(span.end - span.start for span in own),
+    }
 
 
 def _unscored(row: Row, request: Request, version: int, error: str) -> dict[str, Any]:
@@ -140,30 +162,3 @@ def _unscored(row: Row, request: Request, version: int, error: str) -> dict[str,
         "tokens": 0,
         "finish_reason": "error",
     }
-
-
-def _scores(records: Sequence[dict[str, Any]]) -> dict[Mode, Score]:
-    modes: tuple[Mode, ...] = ("sampled", "greedy")
-    return {mode: score for mode in modes if (score := _score(records, mode)) is not None}
-
-
-def _score(records: Sequence[dict[str, Any]], mode: str) -> Score | None:
-    values = [record["reward"] for record in records if record["mode"] == mode and record["reward"] is not None]
-    if not values:
-        return None
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return Score(mean, math.sqrt(variance / len(values)), len(values))
-
-
-def read_evaluations(store: ObjectStore) -> list[Evaluation]:
-    """Every stored evaluation, by version."""
-    found = {}
-    for key in sorted(store.list(layout.evaluations_prefix(), recursive=True)):
-        name = layout.parse_evaluation(key)
-        if name is None:
-            continue
-        table, _ = schema.decode(store.get(key), ["mode", "reward"], name=key)
-        records = table.to_pylist()
-        found[name.version] = Evaluation(name.version, _scores(records))
-    return [found[version] for version in sorted(found)]

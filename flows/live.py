@@ -71,7 +71,10 @@ def render(progress: Progress) -> Panel:
     )
     rewards = [value for entry in progress.history if (value := entry.get("reward_mean")) is not None]
     title = f"forebay · {escape(progress.run_id)} · {progress.phase} · attempt {progress.attempt} · version {progress.version}"
-    return Panel(Group(bar, numbers, f"reward {spark(rewards)}"), title=title, title_align="left", expand=False)
+    held_out = [progress.evaluation.line()] if progress.evaluation is not None else []
+    return Panel(
+        Group(bar, numbers, f"reward {spark(rewards)}", *held_out), title=title, title_align="left", expand=False
+    )
 
 
 def line(progress: Progress) -> str:

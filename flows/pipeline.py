@@ -12,24 +12,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.assets import Materialisation, record_origin, record_progress
-from flows.control import Control, Dispatched, Stopped
+from flows.control import Control, Stopped
 from flows.dispatch import Dispatcher
 from flows.engines import Engines
-from flows.evaluate import Evaluation, evaluate
+from flows.evaluating import Evaluating
 from flows.inquest import hold_inquest
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
-from flows.run import Run, claim_attempt, has_evaluation, newest_checkpoint
+from flows.run import Run, claim_attempt, newest_checkpoint
 from flows.supervise import Child, ChildFailed
 from flows.trainer import gave_up, start_trainer, trainer_failure
 from grpo_core.prompts import Prompts
 from grpo_core.rollout.group import Generator
-from grpo_core.rollout.pool import NoEngine, Pool
+from grpo_core.rollout.pool import Pool
 from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.attempts import AttemptClaim, Fence
@@ -49,14 +48,14 @@ class RunFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Attempt:
-    """One life of the trainer, with the leases and the evaluation that belong to it."""
+    """One life of the trainer, with the leases and the evaluations that belong to it."""
 
     claim: AttemptClaim
     fence: Fence
     leasing: Leasing
     dispatcher: Dispatcher
+    evaluating: Evaluating
     trainer: Child
-    evaluation: Dispatched[Evaluation] | None = None
 
 
 class Pipeline:
@@ -84,7 +83,6 @@ class Pipeline:
         self._began = time.monotonic()
         self._shown = 0.0
         self._history: deque[dict[str, float | None]] = deque(maxlen=HISTORY)
-        self._evaluated: set[int] = set()
         self._origin: Materialisation | None = None
 
     def finish(self, policy: Callable[[], Path], *, after: int) -> None:
@@ -130,7 +128,7 @@ class Pipeline:
                 attempt.fence.check()
                 failure = trainer_failure(attempt.trainer, self._logs)
                 raise RunFailed(str(failure)) if gave_up(self._logs) else failure
-            if attempt.leasing.steps_done < attempt.leasing.last_step:
+            if attempt.evaluating.goal is None and attempt.leasing.steps_done < attempt.leasing.last_step:
                 raise Stopped("cancel", attempt.leasing.steps_done)
             self._last_evaluation(attempt)
         finally:
@@ -169,19 +167,31 @@ class Pipeline:
             on_tokens=lambda count: self._meter.tokens(count, time.monotonic()),
         )
         self._control.say(f"attempt {claim.attempt} of {self._config.run_id} continues from {_start(parent)}")
+        evaluating = Evaluating(
+            self._config,
+            store,
+            claim.attempt,
+            held_out=self._run.splits.held_out,
+            generator=self._generator,
+            control=self._control,
+            stopped=dispatcher.stop.is_set,
+        )
         self._engines.begin_attempt()
         trainer = start_trainer(self._run, claim.attempt, policy, self._logs)
         self._control.watch(f"trainer-{claim.attempt}", trainer.poll)
-        return Attempt(claim, fence, leasing, dispatcher, trainer)
+        return Attempt(claim, fence, leasing, dispatcher, evaluating, trainer)
 
     def _round(self, attempt: Attempt) -> None:
         self._tend(attempt)
         attempt.dispatcher.collect()
         if attempt.leasing.live is None:
             self._show(attempt, "first refit")
-        elif self._first_evaluation(attempt):
+        elif attempt.evaluating.first(attempt.leasing.steps_done, leased=attempt.leasing.leased):
             self._show(attempt, "evaluating version 0")
+        elif attempt.evaluating.goal is not None:
+            self._show(attempt, "goal reached, ending")
         else:
+            attempt.evaluating.beside_training(attempt.leasing.live.version)
             attempt.dispatcher.dispatch()
             self._show(attempt, "training")
 
@@ -224,39 +234,12 @@ class Pipeline:
             return
         self._engines.replace(report.get("broken_engines", {}))
 
-    def _first_evaluation(self, attempt: Attempt) -> bool:
-        """Whether version 0 is being evaluated, which comes before the first lease so that nothing else changes."""
-        due = self._config.evaluation.at_start and attempt.leasing.steps_done == 0 and not attempt.leasing.leased
-        return due and self._evaluating(attempt, 0)
-
     def _last_evaluation(self, attempt: Attempt) -> None:
         version = attempt.leasing.steps_done // self._config.refit.every_steps
-        while self._config.evaluation.at_end and self._evaluating(attempt, version):
+        while attempt.evaluating.last(version):
             self._tend(attempt)
             self._show(attempt, f"evaluating version {version}")
             time.sleep(self._run.store.poll_seconds)
-
-    def _evaluating(self, attempt: Attempt, version: int) -> bool:
-        """Whether the evaluation of a version is still under way; starts it if there is none in the store."""
-        if version in self._evaluated or not self._run.splits.held_out:
-            return False
-        if attempt.evaluation is None:
-            if has_evaluation(self._run.store, version, self._config.refit.every_steps):
-                self._evaluated.add(version)
-                return False
-            rows, number = self._run.splits.held_out, attempt.claim.attempt
-            work = partial(evaluate, self._generator, rows, self._run.store, attempt=number, version=version)
-            attempt.evaluation = self._control.evaluate(version, work)
-        if not attempt.evaluation.done():
-            return True
-        finished, attempt.evaluation = attempt.evaluation, None
-        try:
-            self._control.say(finished.result().line())
-        except NoEngine as outage:
-            self._control.warn(f"the evaluation of version {version} begins again: {outage}")
-            return True
-        self._evaluated.add(version)
-        return False
 
     def _show(self, attempt: Attempt | None, phase: str) -> None:
         """Refresh the view and our sign of life, about once a second."""
@@ -305,6 +288,7 @@ class Pipeline:
             elapsed_seconds=moment - self._began,
             metrics=(self._history[-1] if self._history else {}) | self._engines.metrics(),
             history=tuple(self._history),
+            evaluation=attempt.evaluating.newest if attempt is not None else None,
         )
 
 

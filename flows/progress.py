@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from grpo_core.evaluation import Evaluation
 from storage.ledger import LedgerFooter
 
 # Rates and utilisation are those of the last minute: long enough to be calm, short enough to show a change.
@@ -13,7 +14,8 @@ HORIZON_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One moment of a run. Utilisations are shares of the last minute; times are in seconds."""
+    """One moment of a run. Utilisations are shares of the last minute; times are in seconds; `evaluation` is the newest
+    of this attempt."""
 
     run_id: str
     phase: str
@@ -33,6 +35,7 @@ class Progress:
     elapsed_seconds: float
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     history: tuple[Mapping[str, float | None], ...] = ()
+    evaluation: Evaluation | None = None
 
 
 class Meter:

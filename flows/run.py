@@ -16,7 +16,9 @@ import psutil
 
 from grpo_core import recipe
 from grpo_core.config import RunConfig, StreamData
+from grpo_core.evaluation import goal_reached, living_evaluations
 from grpo_core.prompts import Splits
+from grpo_core.schedule.agenda import Agenda
 from grpo_core.schedule.window import Window
 from storage import layout
 from storage.attempts import AttemptClaim, claim_next, living_chain, newest
@@ -127,24 +129,19 @@ def recorded_window(config: RunConfig, store: ObjectStore, prompts: int | None) 
 
 
 def finished_at(config: RunConfig, store: ObjectStore, window: Window) -> int | None:
-    """The last step of a run whose checkpoint and, if one was asked for, evaluation are there; None if it goes on."""
+    """The last step of a run that reached its end or its goal, if its checkpoint and the evaluations that it owes are
+    there; None if it goes on."""
     names, newest_decision = committed(store), newest_footer(store)
     if not names or newest_decision is None:
         return None
-    step = newest_decision.step_done
-    if names[-1].step < step or step < window.last_step(done=step, settled=newest_decision.totals.settled):
+    step, every = newest_decision.step_done, window.every_steps
+    if names[-1].step < step:
         return None
-    every = window.every_steps
-    evaluated = not config.evaluation.at_end or has_evaluation(store, step // every, every)
-    return step if evaluated else None
-
-
-def has_evaluation(store: ObjectStore, version: int, every_steps: int) -> bool:
-    """Whether this version was evaluated in the living history; version 0 is the same in every attempt."""
-    chain = living_chain(store)
-    names = (layout.parse_evaluation(key) for key in store.list(layout.evaluations_prefix(), recursive=True))
-    attempts = {name.attempt for name in names if name is not None and name.version == version}
-    return any(version == 0 or link.contains(attempt, version * every_steps) for attempt in attempts for link in chain)
+    evaluated = {name.version for name in living_evaluations(store, living_chain(store), every_steps=every)}
+    if config.has_held_out and Agenda.of(config.evaluation, config.refit).owed_at_end(step // every, evaluated):
+        return None
+    ended = step >= window.last_step(done=step, settled=newest_decision.totals.settled)
+    return step if ended or goal_reached(store, config) is not None else None
 
 
 def check_owner(store: ObjectStore, *, take_over: bool) -> int:

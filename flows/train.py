@@ -32,11 +32,12 @@ from pydantic import ValidationError
 from flows.artifacts import Artifacts
 from flows.assembly import Summary, run_to_end
 from flows.control import MAX_LEASES, Dispatched, Signals, Stopped, Wish
-from flows.evaluate import Evaluation
+from flows.evaluate import EvaluationJob, EvaluationStopped
 from flows.generate import LeaseJob, LeaseResult, LeaseStopped
 from flows.live import LiveView
 from flows.progress import Progress
 from grpo_core.config import RunConfig
+from grpo_core.evaluation import Evaluation
 
 # Threads are made when they are needed; a lease or a watched process holds one each.
 RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=2 * MAX_LEASES)
@@ -64,9 +65,12 @@ def generate_shard(job: LeaseJob, lease: int) -> LeaseResult | State[Any]:
 
 
 @task(name="evaluate", task_run_name="evaluate-{version:06d}", cache_policy=NO_CACHE, persist_result=False)
-def evaluate_version(work: Callable[[], Evaluation], version: int) -> Evaluation:
+def evaluate_version(job: EvaluationJob, version: int) -> Evaluation | State[Any]:
     """One version on the held-out split."""
-    return work()
+    try:
+        return job.run()
+    except EvaluationStopped as stopped:
+        return Cancelled(message=str(stopped))
 
 
 @task(name="process", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
@@ -150,8 +154,8 @@ class PrefectControl:
     def dispatch(self, job: LeaseJob) -> Dispatched[LeaseResult]:
         return TaskFuture(generate_shard.submit(job=quoted(job), lease=job.record.lease))
 
-    def evaluate(self, version: int, work: Callable[[], Evaluation]) -> Dispatched[Evaluation]:
-        return TaskFuture(evaluate_version.submit(work=quoted(work), version=version))
+    def evaluate(self, job: EvaluationJob) -> Dispatched[Evaluation]:
+        return TaskFuture(evaluate_version.submit(job=quoted(job), version=job.stamp.version))
 
     def watch(self, name: str, poll: Callable[[], int | None]) -> None:
         watch_process.submit(poll=quoted(poll), stopping=quoted(lambda: self.wish() != "run"), name=name)

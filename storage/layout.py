@@ -26,6 +26,7 @@ _PROMPT_CHUNK = re.compile(r"prompts/\d{6,}/chunk-(\d{9,})\.parquet")
 _CHECKPOINT = re.compile(r"checkpoints/(\d{6,})/step-(\d{9,})/")
 _WEIGHTS = re.compile(r"weights/(\d{6,})/version-(\d{9,})/")
 _EVALUATION = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})(?:\.([a-z0-9_-]+))?\.parquet")
+_MISSED = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})\.missed\.json")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +64,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class VersionName:
-    """Published weights."""
+    """A version of an attempt, such as that of published weights."""
 
     attempt: int
     version: int
@@ -106,6 +107,11 @@ def parse_attempt(key: str) -> int | None:
 def progress(attempt: int, who: str) -> str:
     """A mutable hint, overwritten as `who` makes progress; nothing is decided by it alone."""
     return f"attempts/{_number(attempt, 6)}.{_word(who)}.json"
+
+
+def goal(attempt: int) -> str:
+    """The flow's word to the trainer of this attempt that the run has reached its goal."""
+    return f"attempts/{_number(attempt, 6)}.goal.json"
 
 
 def leases_prefix(attempt: int) -> str:
@@ -268,6 +274,16 @@ def evaluation(attempt: int, version: int, name: str | None = None) -> str:
 def parse_evaluation(key: str) -> EvaluationName | None:
     match = _EVALUATION.fullmatch(key)
     return EvaluationName(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def missed_evaluations(attempt: int, version: int) -> str:
+    """The record of due evaluations that were never begun, made while `version` was live."""
+    return f"{evaluations_prefix(attempt)}version-{_number(version, 9)}.missed.json"
+
+
+def parse_missed_evaluations(key: str) -> VersionName | None:
+    match = _MISSED.fullmatch(key)
+    return VersionName(int(match[1]), int(match[2])) if match else None
 
 
 def asset(name: str, partition: str) -> str:

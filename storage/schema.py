@@ -125,6 +125,9 @@ EVALUATION = pa.schema(
         _required("completion", pa.string()),
         _required("tokens", pa.int32()),
         _required("finish_reason", pa.string()),
+        pa.field("min_version", pa.int32()),
+        pa.field("max_version", pa.int32()),
+        pa.field("version_tokens", pa.int32()),
     ]
 )
 

@@ -25,7 +25,8 @@ from flows.views.series import StepPoint, spread, step_points
 from flows.views.standing import RecordedRun, read_decisions, recorded_run
 from flows.views.status import status
 from flows.views.terminal import figure, visible
-from storage import layout, schema
+from grpo_core.config import RunConfig
+from grpo_core.evaluation import Evaluation, Score, living_evaluations, missed_evaluations, read_evaluations
 from storage.attempts import Link, attempt_numbers, living_chain, read_attempt
 from storage.layout import LedgerName
 from storage.ledger import DROPPED, RETURNED, Totals, ledger_names, newest_footer
@@ -39,14 +40,12 @@ PHASES = ("connect", "pause", "start", "transfer", "finish", "resume", "canary")
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Mean reward of one evaluation in one mode, with half the width of its 95 % interval."""
+class EvaluatedMetric:
+    """One metric of one evaluation."""
 
     version: int
-    mode: str
-    mean: float
-    interval: float
-    samples: int
+    step: int
+    score: Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def _content(store: ObjectStore) -> dict[str, Any]:
     every = run.config.refit.every_steps
     points = step_points(store, [names[index] for index in spread(len(names), MOST_POINTS)], every_steps=every)
     chain = living_chain(store)
-    scores = evaluation_scores(store, chain, every_steps=every)
+    evaluations = evaluation_points(store, run.config, chain)
     footer = newest_footer(store)
     totals = Totals() if footer is None else footer.totals
     restarts = [link.last_step for link in chain if link.last_step is not None]
@@ -89,8 +88,10 @@ def _content(store: ObjectStore) -> dict[str, Any]:
         "run": status(store),
         "steps": run.window.last_step(),
         "attempts": [read_attempt(store, number) for number in attempt_numbers(store)],
-        "evaluations": evaluation_table(scores),
-        "charts": step_charts(points, scores, restarts, every) + lag_chart(totals),
+        "evaluations": evaluation_table(evaluations),
+        "evaluated": evaluations,
+        "missed": missed_evaluations(store, chain, every_steps=every),
+        "charts": step_charts(points, evaluations, restarts) + lag_chart(totals),
         "times": time_budget(points),
         "refits": refit_table(points),
         "canary": max(
@@ -103,52 +104,37 @@ def _content(store: ObjectStore) -> dict[str, Any]:
     }
 
 
-def evaluation_scores(store: ObjectStore, chain: Sequence[Link], *, every_steps: int) -> list[Score]:
-    """Scores of the living history by version; those of the initial weights count whoever took them."""
-    found = (layout.parse_evaluation(key) for key in store.list(layout.evaluations_prefix(), recursive=True))
-    living = {
-        name.version: name
-        for name in found
-        if name
-        and (name.version == 0 or any(link.contains(name.attempt, name.version * every_steps) for link in chain))
-    }
-    versions = sorted(living)
-    scores = []
-    for version in [versions[index] for index in spread(len(versions), MOST_EVALUATIONS)]:
-        name = living[version]
-        key = layout.evaluation(name.attempt, name.version, name.name)
-        rows = schema.decode(store.get(key), ["mode", "reward"], name=key)[0].to_pylist()
-        for mode in ("sampled", "greedy"):
-            values = [row["reward"] for row in rows if row["mode"] == mode and row["reward"] is not None]
-            if values:
-                mean = math.fsum(values) / len(values)
-                variance = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-                scores.append(Score(version, mode, mean, 1.96 * math.sqrt(variance / len(values)), len(values)))
-    return scores
+def evaluation_points(store: ObjectStore, config: RunConfig, chain: Sequence[Link]) -> list[Evaluation]:
+    """Evaluations of the living history by version, evenly spread where there are many."""
+    names = living_evaluations(store, chain, every_steps=config.refit.every_steps)
+    return read_evaluations(store, config, [names[index] for index in spread(len(names), MOST_EVALUATIONS)])
 
 
-def evaluation_table(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Per mode: the first version, the last one, and by how much the reward changed, with its 95 % interval."""
+def evaluation_table(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Per metric: the first version, the last one, and by how much it changed, with its 95 % interval."""
     table = []
-    for mode in ("sampled", "greedy"):
-        of_mode = [score for score in scores if score.mode == mode]
-        if of_mode:
-            first, last = of_mode[0], of_mode[-1]
-            change = (last.mean - first.mean, math.hypot(first.interval, last.interval)) if last is not first else None
-            table.append({"mode": mode, "first": first, "last": last if last is not first else None, "change": change})
+    for metric in dict.fromkeys(metric for evaluation in evaluations for metric in evaluation.scores):
+        measured = [evaluation for evaluation in evaluations if metric in evaluation.scores]
+        first, last = (
+            EvaluatedMetric(each.version, each.step, each.scores[metric]) for each in (measured[0], measured[-1])
+        )
+        change = (last.score.mean - first.score.mean, math.hypot(first.score.interval, last.score.interval))
+        several = len(measured) > 1
+        table.append(
+            {"metric": metric, "first": first, "last": last if several else None, "change": change if several else None}
+        )
     return table
 
 
-def step_charts(
-    points: Sequence[StepPoint], scores: Sequence[Score], restarts: Sequence[int], every_steps: int
-) -> list[Chart]:
+def step_charts(points: Sequence[StepPoint], evaluations: Sequence[Evaluation], restarts: Sequence[int]) -> list[Chart]:
     """The curves over steps that there are figures for."""
     reward = _curves(points, ("reward_mean", "training groups", FIRST))
-    for mode, colour in (("sampled", SECOND), ("greedy", THIRD)):
-        chosen = [score for score in scores if score.mode == mode]
-        if chosen:
-            x, y = [score.version * every_steps for score in chosen], [score.mean for score in chosen]
-            reward.append(Line(f"held-out, {mode}", x, y, colour, errors=[score.interval for score in chosen]))
+    for metric, colour in (("sampled", SECOND), ("greedy", THIRD)):
+        measured = [(each.step, each.scores[metric]) for each in evaluations if metric in each.scores]
+        if measured:
+            x, y = [step for step, _ in measured], [score.mean for _, score in measured]
+            errors = [score.interval for _, score in measured]
+            reward.append(Line(f"held-out, {metric}", x, y, colour, errors=errors))
     specs = [
         ("Reward", "mean; held-out prompts with 95 % intervals", reward, True),
         ("Loss", "of the whole step", _curves(points, ("loss", "loss", FIRST)), False),

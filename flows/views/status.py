@@ -17,7 +17,9 @@ from flows.run import RunRefused, check_owner, finished_at
 from flows.views.series import step_points
 from flows.views.standing import RecordedRun, recorded_run, standing
 from flows.views.terminal import figure, plain
-from storage.attempts import AttemptClaim, read_attempt
+from grpo_core.config import RunConfig
+from grpo_core.evaluation import living_evaluations, missed_evaluations, read_evaluation
+from storage.attempts import AttemptClaim, living_chain, read_attempt
 from storage.layout import LedgerName
 from storage.ledger import Totals, newest_footer
 from storage.objects import ObjectStore
@@ -32,7 +34,7 @@ def status(store: ObjectStore) -> dict[str, Any]:
     """The state of a run as plain JSON values; what is not known yet is None.
 
     `leased` counts the ordinals that are trained, dropped, buffered or in flight; `lag` and `tokens` are those of the
-    living history; `tokens_per_second` counts generated tokens of trained groups over the last few steps of the
+    living history; `evaluation` is its newest one; `tokens_per_second` counts generated tokens of trained groups over the last few steps of the
     living attempt. Raise RunRefused when the store holds no run.
     """
     run = recorded_run(store)
@@ -70,6 +72,23 @@ def status(store: ObjectStore) -> dict[str, Any]:
         },
         "tokens_per_second": tokens_per_second,
         "eta_seconds": 0.0 if state == "finished" else eta,
+        "evaluation": newest_evaluation(store, run.config),
+    }
+
+
+def newest_evaluation(store: ObjectStore, config: RunConfig) -> dict[str, Any] | None:
+    """The newest evaluation of the living history, and which of those due were missed."""
+    chain, every = living_chain(store), config.refit.every_steps
+    names = living_evaluations(store, chain, every_steps=every)
+    if not names:
+        return None
+    evaluation = read_evaluation(store, names[-1], config)
+    return {
+        "version": evaluation.version,
+        "step": evaluation.step,
+        "scores": {metric: score.mean for metric, score in evaluation.scores.items()},
+        "version_purity": evaluation.purity,
+        "missed": missed_evaluations(store, chain, every_steps=every),
     }
 
 
@@ -124,6 +143,10 @@ def render_status(values: dict[str, Any]) -> RenderableType:
         ("tokens masked", figure(tokens["masked"], 0), "tokens/s", figure(values["tokens_per_second"], 0)),
         ("dropped", dropped, "time left", clock(values["eta_seconds"])),
     ]
+    if evaluation := values["evaluation"]:
+        scores = ", ".join(f"{metric} {figure(value)}" for metric, value in evaluation["scores"].items())
+        missed = ", ".join(map(str, evaluation["missed"])) or "none"
+        rows.append((f"held-out, version {evaluation['version']}", scores, "missed versions", missed))
     for name, value, other, second in rows:
         grid.add_row(plain(name), plain(value), plain(other), plain(second))
     title = plain(f"{values['run_id']} · {values['state']} · attempt {values['attempt']}")

@@ -7,6 +7,7 @@ Names follow NeMo RL and TRL where users know them from there. Imports neither t
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -46,6 +47,8 @@ from grpo_core.config.model import (
 )
 from grpo_core.config.objective import ObjectiveConfig
 from grpo_core.config.operation import (
+    EVALUATION_METRIC,
+    EVALUATION_METRICS,
     LOOPBACK,
     CheckpointingConfig,
     EvaluationConfig,
@@ -60,6 +63,7 @@ from grpo_core.config.section import Section
 
 __all__ = [
     "ENVIRONMENT_SOURCE",
+    "EVALUATION_METRICS",
     "LOOPBACK",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
@@ -162,6 +166,8 @@ class RunConfig(Section):
             raise ValueError(fault)
         if fault := self._refit_fault():
             raise ValueError(fault)
+        if fault := self._evaluation_fault():
+            raise ValueError(fault)
         return self
 
     def _rollout_fault(self) -> str | None:
@@ -212,6 +218,27 @@ class RunConfig(Section):
                     "set it to 127.0.0.1, or use nccl"
                 )
         return None
+
+    def _evaluation_fault(self) -> str | None:
+        """Why evaluations could not be made when they are due, or never say what is asked of them."""
+        every, metric = self.evaluation.every_steps, self.checkpointing.metric_name
+        ranks = metric.startswith(EVALUATION_METRICS)
+        if every is not None and every % self.refit.every_steps:
+            return f"evaluation.every_steps={every} is not a multiple of refit.every_steps={self.refit.every_steps}, so no version becomes live then"
+        if (every is not None or ranks) and not self.has_held_out:
+            key = f"checkpointing.metric_name={metric}" if ranks else f"evaluation.every_steps={every}"
+            return f"{key} needs a held-out split, but data.source.held_out_path names none; set it"
+        if not ranks:
+            return None
+        name = metric.removeprefix(EVALUATION_METRICS)
+        known = re.fullmatch(EVALUATION_METRIC, name)
+        fault = self.evaluation.fault_of(name) if known else "evaluations have sampled, greedy and pass@k"
+        return None if fault is None else f"checkpointing.metric_name={metric} is never computed: {fault}"
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are prompts to evaluate on."""
+        return isinstance(self.data.source, ReasoningGymData) or self.data.source.held_out_path is not None
 
     @property
     def reward_weights(self) -> dict[str, float]:

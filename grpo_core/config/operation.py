@@ -11,6 +11,9 @@ from grpo_core.config.section import Section
 
 # Hosts that nobody outside this machine can reach.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# The metrics of an evaluation, and what comes before them where training metrics could be meant too.
+EVALUATION_METRIC = r"^(sampled|greedy|pass@\d{1,6})$"
+EVALUATION_METRICS = "evaluation/"
 
 
 class TrainingConfig(Section):
@@ -80,7 +83,7 @@ class CheckpointingConfig(Section):
     keep_top_k: int = Field(1, ge=0, description="Best checkpoints kept beside the newest")
     metric_name: str = Field(
         "reward_mean",
-        description="Training metric of the saved step by which checkpoints are ranked; one without it is never best",
+        description="Metric by which checkpoints are ranked: a training metric of the saved step, or evaluation/sampled, evaluation/greedy or evaluation/pass@k of the newest evaluation at or before it; one without it is never best",
     )
     higher_is_better: bool = Field(True, description="Whether the best checkpoint is that of the highest metric")
     async_save: bool = Field(
@@ -95,10 +98,65 @@ class CheckpointingConfig(Section):
 class EvaluationConfig(Section):
     """The held-out split, sampled at the training temperature and, beside it, greedily."""
 
-    at_start: bool = Field(True, description="Evaluate version 0")
+    at_start: bool = Field(True, description="Evaluate version 0, before anything is trained")
+    every_steps: PositiveInt | None = Field(
+        None,
+        description="Also evaluate the version that every so many steps become live, while training goes on; a multiple of refit.every_steps",
+    )
     at_end: bool = Field(True, description="Evaluate the last version")
-    samples: PositiveInt = Field(512, description="Sampled completions of one evaluation")
+    samples: PositiveInt = Field(512, description="Sampled completions of one evaluation, at most")
+    samples_per_prompt: PositiveInt | None = Field(
+        None,
+        description="Sampled completions of each prompt, for pass@k with k up to it, of as many prompts as `samples` allow; default: `samples` are spread over all prompts",
+    )
+    pass_threshold: float = Field(
+        1.0, allow_inf_nan=False, description="Reward from which on a completion passes, for pass@k"
+    )
     greedy: bool = Field(True, description="Also decode every prompt once at temperature 0")
+    stop_metric: str | None = Field(
+        None,
+        pattern=EVALUATION_METRIC,
+        description="sampled, greedy or pass@k with k = 1, 2, 4, …: the run ends when an evaluation reaches stop_threshold in it",
+    )
+    stop_threshold: float | None = Field(
+        None, allow_inf_nan=False, description="Value of stop_metric at which the run has reached its goal"
+    )
+
+    def fault_of(self, metric: str) -> str | None:
+        """Why no evaluation has this metric."""
+        if metric == "sampled":
+            return None
+        if metric == "greedy":
+            return None if self.greedy else "evaluation.greedy is false; set it to true"
+        most, k = self.samples_per_prompt or 1, int(metric.partition("@")[2])
+        if k < 1 or k & (k - 1):
+            return "pass@k is computed for k = 1, 2, 4, …; choose one of them"
+        return (
+            f"evaluation.samples_per_prompt={self.samples_per_prompt} is less than k={k}; raise it"
+            if k > most
+            else None
+        )
+
+    @model_validator(mode="after")
+    def _stops_at_what_is_measured(self) -> EvaluationConfig:
+        if self.samples_per_prompt is not None and self.samples_per_prompt > self.samples:
+            raise ValueError(
+                f"evaluation.samples_per_prompt={self.samples_per_prompt} is more than evaluation.samples={self.samples}, which is all of an evaluation; raise the second"
+            )
+        if (self.stop_metric is None) != (self.stop_threshold is None):
+            given, missing = ("stop_threshold", "stop_metric")[:: 1 if self.stop_metric is None else -1]
+            raise ValueError(
+                f"evaluation.{given}={getattr(self, given)} needs evaluation.{missing}; set both or neither"
+            )
+        if self.stop_metric is None:
+            return self
+        if self.every_steps is None:
+            raise ValueError(
+                f"evaluation.stop_metric={self.stop_metric} is never looked at while training goes on; set evaluation.every_steps"
+            )
+        if fault := self.fault_of(self.stop_metric):
+            raise ValueError(f"evaluation.stop_metric={self.stop_metric} is never computed: {fault}")
+        return self
 
 
 class StorageConfig(Section):

@@ -49,13 +49,14 @@ class TurnAborted(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Task:
     """What the rollouts of one prompt have in common. `name` begins the ids of their requests; `seeds` are what all
-    their seeds are derived from."""
+    their seeds are derived from; `cancellable` says whether a request may be cut off when it is too old to be trained on."""
 
     prompt: Prompt
     session: aiohttp.ClientSession
     name: str
     seeds: tuple[int, ...]
     temperature: float
+    cancellable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class Generator:
                 seed=derived_seed(*task.seeds, number),
                 temperature=task.temperature,
                 prefixes=(task.name,),
+                cancellable=task.cancellable,
             )
 
         async with AsyncExitStack() as stack:
@@ -195,6 +197,7 @@ class Generator:
             max_tokens=conversation.budget,
             prefixes=(f"{task.name}-{index}", task.name),
             since=None if began is None else Stamp(began.attempt, began.version),
+            cancellable=task.cancellable,
         )
         return turn
 
@@ -210,6 +213,7 @@ class Generator:
         max_tokens: int | None = None,
         prefixes: Sequence[str] = (),
         since: Stamp | None = None,
+        cancellable: bool = True,
     ) -> list[Turn]:
         """`count` continuations of one prompt, tried on other engines within the budget. Raise RolloutFailed, NoEngine.
 
@@ -227,7 +231,7 @@ class Generator:
                     deadline_seconds=config.pool.start_timeout_seconds,
                     prefixes=prefixes,
                     avoid=avoid,
-                    request_id=f"{request_id}-{tried}",
+                    request_id=f"{request_id}-{tried}" if cancellable else None,
                     since=since,
                 ) as member:
                     client = EngineClient(member.url, session=session, name=member.name, kept_caches=self._kept_caches)

@@ -128,7 +128,7 @@ class Conductor:
     def commands(self) -> Commands:
         """The run, from the checkpoint it resumed from to its last step."""
         yield from self._refit(self._done)
-        while self._done < self._last_step() and not self._stopping():
+        while self._done < self._last_step() and not self._ending():
             step = self._done + 1
             groups = yield from self._admit(step)
             if not groups:
@@ -144,6 +144,10 @@ class Conductor:
             self._end_of_data()
         yield from self._save()
 
+    def _ending(self) -> bool:
+        """Whether there is to be no further step: we were asked to end early, or an evaluation reached the run's goal."""
+        return self._stopping() or self._store.exists(layout.goal(self._attempt))
+
     def _last_step(self) -> int:
         """The last step that the run and its data allow, as things stand."""
         if self._window.prompts is None and self._window.epochs is not None:
@@ -153,11 +157,11 @@ class Conductor:
     def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
         """Wait until step `step` has enough admissible groups; meanwhile decide about the others and serve late engines.
 
-        Empty when we were asked to stop, or when what is left of the data does not fill the step.
+        Empty when there is to be no further step, or when what is left of the data does not fill it.
         """
         feed, began, progress, idle = self._feed, time.monotonic(), time.monotonic(), time.monotonic()
         pending, ready = Decisions(), -1
-        while not self._stopping():
+        while not self._ending():
             if feed.poll():
                 progress = time.monotonic()
             admission = self._decide(step)

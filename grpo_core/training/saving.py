@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_core.config import CheckpointingConfig, RunConfig
+from grpo_core.config import EVALUATION_METRICS, RunConfig
+from grpo_core.evaluation import with_evaluation_metric
 from grpo_core.training import checkpoint
 from grpo_core.training.checkpoint import HostCopy
 from grpo_core.training.conductor import Save
@@ -65,6 +66,7 @@ class Saving:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
     ) -> None:
+        self._config = config
         self._settings = config.checkpointing
         self._limit = config.training.step_timeout_seconds
         self._store = store
@@ -181,14 +183,15 @@ class Saving:
             extra={"random_states": [randoms for _, randoms in written]},
         )
         commit_manifest(self._store, manifest, fence=Fence(self._store, self._attempt).check)
-        if self._settings.keep_top_k and self._settings.metric_name not in manifest.metrics:
+        metric = self._settings.metric_name
+        if self._settings.keep_top_k and metric not in manifest.metrics and not metric.startswith(EVALUATION_METRICS):
             print(
-                f"checkpoint {manifest.attempt}.{manifest.step} has no metric {self._settings.metric_name!r} "
+                f"checkpoint {manifest.attempt}.{manifest.step} has no metric {metric!r} "
                 f"(checkpointing.metric_name), so it is never one of the best; it has {', '.join(sorted(manifest.metrics))}",
                 file=sys.stderr,
                 flush=True,
             )
-        retain(self._store, self._attempt, self._settings)
+        retain(self._store, self._attempt, self._config)
 
     def _discard(self, step: int) -> None:
         try:
@@ -215,12 +218,12 @@ class Saving:
         return SaveFailed(f"saving the checkpoint of step {self._step} failed on rank {rank}: {words}")
 
 
-def retain(store: ObjectStore, attempt: int, settings: CheckpointingConfig) -> None:
+def retain(store: ObjectStore, attempt: int, config: RunConfig) -> None:
     """Delete the checkpoints that retention no longer needs; never the one that this attempt resumed from, nor a damaged
     one, which somebody may want to look at."""
-    parent = read_attempt(store, attempt).parent
+    parent, settings = read_attempt(store, attempt).parent, config.checkpointing
     surplus = to_delete(
-        readable(store, on_damaged=_say_damaged),
+        with_evaluation_metric(store, readable(store, on_damaged=_say_damaged), config),
         keep_last=settings.keep_last,
         keep_best=settings.keep_top_k,
         metric=settings.metric_name,

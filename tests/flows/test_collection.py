@@ -95,3 +95,17 @@ def test_without_a_run_there_is_nothing_to_collect(tmp_path: Path) -> None:
         collect_garbage(ObjectStore.open(str(tmp_path / "empty")), now=NOW)
     new = SyntheticRun(ObjectStore.open(str(tmp_path / "new")))
     assert collect_garbage(new.store, now=NOW).garbage == ()
+
+
+def test_the_best_by_evaluation_is_kept(tmp_path: Path) -> None:
+    kept = {"keep_last": 1, "keep_top_k": 1, "metric_name": "evaluation/greedy"}
+    run = SyntheticRun(ObjectStore.open(str(tmp_path / "run")), checkpointing=kept)
+    run.claim()
+    for step in range(1, 5):
+        ordinals = [2 * step - 2, 2 * step - 1]
+        run.arrive(run.lease(ordinals), {ordinal: [1, 0] for ordinal in ordinals}, last=True)
+        run.step(ordinals)
+        run.evaluate(step, sampled=[0.0], greedy=[1.0 if step == 2 else 0.0])
+        run.checkpoint()
+    found = collect_garbage(run.store, now=NOW, dry_run=True)
+    assert [item.name for item in found.garbage if item.kind == "checkpoint"] == ["1/1", "1/3"]

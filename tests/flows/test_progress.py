@@ -1,9 +1,13 @@
 """Rates and utilisation come from events and the clock that is handed in."""
 
-import pytest
+import io
 
-from flows.live import clock, spark
-from flows.progress import HORIZON_SECONDS, Meter
+import pytest
+from rich.console import Console
+
+from flows.live import clock, render, spark
+from flows.progress import HORIZON_SECONDS, Meter, Progress
+from grpo_core.evaluation import Evaluation, Score
 from storage.layout import LedgerName
 from storage.ledger import LedgerFooter, Totals
 
@@ -40,3 +44,15 @@ def test_trainer_utilisation_and_pace_come_from_the_ledger() -> None:
 def test_times_and_curves_are_readable() -> None:
     assert [clock(value) for value in (None, 59.6, 3661)] == ["–", "1:00", "1:01:01"]
     assert spark([0.0, 0.5, 1.0]) == "▁▄█" and spark([2.0, 2.0]) == "▁▁" and spark([]) == ""
+
+
+def test_the_newest_evaluation_is_in_the_live_view() -> None:
+    evaluation = Evaluation(1, 4, 8, {"sampled": Score(0.5, 0.0, 8)}, 0.75)
+    progress = Progress(
+        run_id="r", phase="training", attempt=1, step=9, steps=20, version=4, reward=0.1, lag_mean=0.0, lag_max=0,
+        tokens_per_second=1.0, trainer_utilisation=0.5, engine_utilisation=0.5, in_flight=1, buffered=1,
+        eta_seconds=None, elapsed_seconds=1.0, evaluation=evaluation,
+    )  # fmt: skip
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(render(progress))
+    assert evaluation.line() in console.export_text()

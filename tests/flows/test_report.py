@@ -8,9 +8,11 @@ import pytest
 
 from flows.views import report as module
 from flows.views.curves import Line, lines
-from flows.views.report import evaluation_scores, evaluation_table, refit_table, report, time_budget
+from flows.views.report import evaluation_points, evaluation_table, refit_table, report, time_budget
 from flows.views.samples import Place, choose
 from flows.views.series import spread, step_points
+from flows.views.standing import recorded_run
+from grpo_core.evaluation import note_missed
 from storage.attempts import living_chain
 from storage.layout import PartName
 from storage.ledger import ledger_names
@@ -123,15 +125,26 @@ def test_options_of_the_store_are_not_printed(store, tmp_path):
 
 def test_the_evaluation_of_a_dead_branch_does_not_count(store):
     run = small_run(store)
-    scores = evaluation_scores(store, living_chain(store), every_steps=1)
-    assert [(score.version, score.mode, score.mean, score.samples) for score in scores] == [
+    config = recorded_run(store).config
+    found = evaluation_points(store, config, living_chain(store))
+    assert [(e.version, metric, e.scores[metric].mean, e.scores[metric].samples) for e in found for metric in ("sampled", "greedy")] == [
         (0, "sampled", 0.25, 4), (0, "greedy", 0.5, 2), (4, "sampled", 0.75, 4), (4, "greedy", 1.0, 2)
     ]  # fmt: skip
     run.attempt = 1  # attempt 1 is dead from step 3 on
     run.evaluate(3, sampled=[0, 0])
-    assert evaluation_scores(store, living_chain(store), every_steps=1) == scores
-    first, _ = evaluation_table(scores)
+    assert evaluation_points(store, config, living_chain(store)) == found
+    first, _, passed = evaluation_table(found)
     assert first["change"][0] == pytest.approx(0.5)
+    assert (first["metric"], passed["metric"]) == ("sampled", "pass@1")
+
+
+def test_each_evaluation_and_each_missed_one_is_on_the_page(store, tmp_path):
+    run = small_run(store)
+    run.evaluate(3, sampled=[1, 1, 1, 0])
+    note_missed(store, run.attempt, 4, [2])
+    text = page(store, tmp_path)
+    assert text.count('<th scope="row" class="number">') == 3
+    assert "the evaluations of versions 2." in text
 
 
 def test_time_and_refits_are_summed_by_part(store):

@@ -15,7 +15,7 @@ from flows.run import RunRefused, check_owner, claim_attempt, finished_run, open
 from grpo_core.config import RunConfig
 from grpo_core.prompts import Row, Splits
 from grpo_core.recipe import ConfigError
-from storage import layout
+from storage import layout, schema
 from storage.attempts import claim_next
 from storage.checkpoints import Manifest, commit_manifest
 from storage.errors import Fenced
@@ -139,3 +139,31 @@ def test_a_run_is_finished_with_its_last_step_or_when_its_data_fill_no_other(
     claim(store, 1, 1.0)
     end_step(store, step, trained=4 * step, dropped=dropped, checkpoint=checkpoint)
     assert finished_run(settings, store) == finished
+
+
+@pytest.mark.parametrize(
+    ("threshold", "saved", "finished"),
+    [(0.5, True, 6), (0.5, False, None), (0.6, True, None), (None, True, None)],
+    ids=["reached", "not saved yet", "not reached", "no goal"],
+)
+def test_a_run_is_finished_with_its_goal(
+    store: ObjectStore, threshold: float | None, saved: bool, finished: int | None
+) -> None:
+    """Version 4 scored 0.5, and version 0 better, which does not count; step 6 is the newest."""
+    goal = {} if threshold is None else {"stop_metric": "greedy", "stop_threshold": threshold}
+    settings = config(evaluation={"at_end": False, "every_steps": 4, **goal})
+    record(store, config())
+    claim(store, 1, 1.0)
+    for version, reward in ((0, 1.0), (4, 0.5)):
+        evaluate(store, 1, version, reward)
+    end_step(store, 6, trained=24, dropped=0, checkpoint=saved)
+    assert finished_run(settings, store) == finished
+    due = config(evaluation={"at_end": False, "every_steps": 2, **goal})
+    assert finished_run(due, store) is None, "the evaluation due at version 6 is missing"
+
+
+def evaluate(store: ObjectStore, attempt: int, version: int, reward: float) -> None:
+    row = {"version": version, "dataset_index": 0, "mode": "greedy", "reward": reward, "prompt": "[]"}
+    row |= {"completion": "", "tokens": 1, "finish_reason": "stop"}
+    data = schema.encode(schema.table([row], schema.EVALUATION), schema.EVALUATION, {})
+    assert store.put_if_absent(layout.evaluation(attempt, version), data)

@@ -19,7 +19,7 @@ from tests.flows.synthetic_run import SyntheticRun, small_run
 
 KEYS = (
     "run_id", "state", "attempt", "step", "version", "frontier", "cut", "leased", "trained", "buffered", "in_flight", "dropped", "reward", "lag",
-    "tokens", "tokens_per_second", "eta_seconds",
+    "tokens", "tokens_per_second", "eta_seconds", "evaluation",
 )  # fmt: skip
 OPEN = (OrdinalState.BUFFERED, OrdinalState.IN_FLIGHT, OrdinalState.RETURNED)
 
@@ -94,6 +94,15 @@ def test_a_fresh_sign_of_life_on_another_host_makes_it_running(store):
 def test_the_process_that_claimed_the_attempt_knows_that_it_runs(store):
     SyntheticRun(store).claim_here()
     assert status(store)["state"] == "running"
+
+
+def test_the_newest_evaluation_of_the_living_history_is_told(store):
+    run = small_run(store)
+    run.attempt = 1  # attempt 1 is dead from step 3 on
+    run.evaluate(9, sampled=[0, 0])
+    assert status(store)["evaluation"] == {
+        "version": 4, "step": 4, "scores": {"sampled": 0.75, "greedy": 1.0, "pass@1": 0.75}, "version_purity": None, "missed": [],
+    }  # fmt: skip
 
 
 def test_the_last_checkpoint_and_evaluation_make_it_finished(store):

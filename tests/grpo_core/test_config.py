@@ -80,6 +80,45 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         ["training.step_timeout_seconds=900", "generation.lease_timeout_seconds=900"],
     ),
     ({"training": {"nodes": 2}}, ["training.nodes=2", "training.rendezvous"]),
+    (
+        {"evaluation": {"every_steps": 5}, "refit": {"every_steps": 2}},
+        ["evaluation.every_steps=5", "refit.every_steps=2"],
+    ),
+    (
+        {"evaluation": {"samples": 4, "samples_per_prompt": 8}},
+        ["evaluation.samples_per_prompt=8", "evaluation.samples=4"],
+    ),
+    (
+        {"evaluation": {"every_steps": 5, "stop_metric": "greedy"}},
+        ["evaluation.stop_metric=greedy", "evaluation.stop_threshold"],
+    ),
+    (
+        {"evaluation": {"every_steps": 5, "stop_threshold": 0.5}},
+        ["evaluation.stop_threshold=0.5", "evaluation.stop_metric"],
+    ),
+    (
+        {"evaluation": {"stop_metric": "sampled", "stop_threshold": 0.5}},
+        ["evaluation.stop_metric=sampled", "evaluation.every_steps"],
+    ),
+    (
+        {"evaluation": {"every_steps": 5, "greedy": False, "stop_metric": "greedy", "stop_threshold": 0.5}},
+        ["evaluation.stop_metric=greedy", "evaluation.greedy"],
+    ),
+    (
+        {"evaluation": {"every_steps": 5, "samples_per_prompt": 4, "stop_metric": "pass@8", "stop_threshold": 0.5}},
+        ["evaluation.stop_metric=pass@8", "evaluation.samples_per_prompt=4"],
+    ),
+    (
+        {"evaluation": {"every_steps": 5, "samples_per_prompt": 4, "stop_metric": "pass@3", "stop_threshold": 0.5}},
+        ["evaluation.stop_metric=pass@3", "1, 2, 4"],
+    ),
+    ({"evaluation": {"stop_metric": "reward"}}, ["evaluation.stop_metric", "reward"]),
+    (
+        {"evaluation": {"every_steps": 5}, "data": {"source": {"kind": "files", "path": "a.jsonl"}}},
+        ["evaluation.every_steps=5", "data.source.held_out_path"],
+    ),
+    ({"checkpointing": {"metric_name": "evaluation/pass@2"}}, ["evaluation/pass@2", "evaluation.samples_per_prompt"]),
+    ({"checkpointing": {"metric_name": "evaluation/reward"}}, ["evaluation/reward", "sampled, greedy and pass@k"]),
     ({"training": {"cpu_offload": True}}, ["training.cpu_offload=true", "training.device is cpu"]),
     ({"grpo": {"minibatches": 33}}, ["grpo.minibatches=33", "grpo.num_prompts_per_step=32"]),
     ({"model": {"lora": {"target_modules": ["lm_head"]}}}, ["model.lora.target_modules", "lm_head"]),

@@ -58,7 +58,7 @@ def test_nulls_nan_and_nested_lists_survive() -> None:
 def test_evaluations_survive() -> None:
     row = {
         "version": 3, "dataset_index": 7, "mode": "greedy", "reward": 1.0, "prompt": "2 + 2 = ?",
-        "completion": "4", "tokens": 1, "finish_reason": "stop",
+        "completion": "4", "tokens": 1, "finish_reason": "stop", "min_version": 3, "max_version": 4, "version_tokens": None,
     }  # fmt: skip
     decoded, _ = schema.decode(schema.encode(schema.table([row], schema.EVALUATION), schema.EVALUATION, {}))
     assert decoded.to_pylist() == [row]

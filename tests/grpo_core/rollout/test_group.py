@@ -18,7 +18,7 @@ from grpo_core.config import RunConfig
 from grpo_core.recipe import parse
 from grpo_core.rollout import group as group_module
 from grpo_core.rollout.chat import Chat
-from grpo_core.rollout.group import FAILED, OK, Generator, derived_seed
+from grpo_core.rollout.group import FAILED, OK, Generator, Task, derived_seed
 from grpo_core.rollout.pool import NoEngine, Pool
 from grpo_core.rollout.rewards import RewardError, Scores
 from grpo_core.trajectory import Prompt, Stamp
@@ -193,3 +193,27 @@ def test_seeds_of_different_turns_differ_and_fit_int64(parts: list[tuple[int, in
     assert len(set(seeds)) == len(parts)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derived_seed(1, 23) != derived_seed(12, 3)
+
+
+@pytest.mark.parametrize("cancellable", [True, False])
+def test_only_what_may_be_cut_off_is_found_as_overdue(
+    chat: Chat, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, cancellable: bool
+) -> None:
+    pool, overdue = Pool(), []
+    pool.join("e0", engines[0].url)
+    pool.live(Stamp(1, 4), ("e0",))
+    generator = Generator(config(), chat, pool, Rewards())  # type: ignore[arg-type]
+    generate = group_module.EngineClient.generate_many
+
+    async def watched(*arguments: Any, **named: Any) -> Any:
+        overdue.extend(pool.begun_before(5))
+        return await generate(*arguments, **named)
+
+    monkeypatch.setattr(group_module.EngineClient, "generate_many", watched)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            await generator.rollouts(Task(PROMPT, session, "n", (0,), 1.0, cancellable), 2)
+
+    asyncio.run(run())
+    assert [request.request_id for request in overdue] == (["n-0-1"] if cancellable else [])

@@ -160,6 +160,22 @@ def test_a_run_is_refits_steps_and_saves_in_their_order(stage: Stage) -> None:
     assert footer is not None and footer.totals.trained == 4 and footer.metrics["grad_norm"] == 2.0
 
 
+def test_a_run_that_reached_its_goal_ends_after_the_step_with_its_weights_out_and_its_checkpoint_written(
+    stage: Stage,
+) -> None:
+    stage.steps, stage.changes = 4, {"checkpointing": {"save_period": 4}}
+    stage.run.whole(*(group(ordinal) for ordinal in range(8)))
+
+    def look(command: Any) -> None:
+        if isinstance(command, Step):
+            stage.run.store.put(layout.goal(stage.run.attempt), b"{}")
+
+    stage.on_command = look
+    stage.conduct()
+    assert stage.kinds() == ["Refit", "Step", "Refit", "Save"]
+    assert stage.decided() == {ordinal: ("trained", None) for ordinal in range(2)}
+
+
 def test_ledger_is_durable_before_the_refit_and_the_refit_before_the_manifest(stage: Stage) -> None:
     stage.run.whole(*(group(ordinal) for ordinal in range(4)))
     store = stage.run.store

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from grpo_core.config import CheckpointingConfig
+from grpo_core.config import CheckpointingConfig, RunConfig
 from grpo_core.recipe import parse
 from grpo_core.rollout.group import derived_seed
 from grpo_core.training import checkpoint, saving
@@ -20,7 +20,7 @@ from grpo_core.training.conductor import Commands, Idle
 from grpo_core.training.feed import PartCache
 from grpo_core.training.loop import Rank, follow
 from grpo_core.training.saving import SaveFailed, retain
-from storage import layout
+from storage import layout, schema
 from storage.checkpoints import Manifest, commit_manifest, committed, read_manifest, verify
 from storage.errors import Fenced, StoreUnavailable
 from storage.layout import CheckpointName
@@ -242,7 +242,7 @@ def checkpoint_of(store: ObjectStore, attempt: int, step: int, **metrics: float)
     commit_manifest(store, Manifest(attempt, step, step, {}, {}, 0.0, metrics=metrics))
 
 
-ONE = CheckpointingConfig(keep_last=1, keep_top_k=0)
+ONE = RunConfig(checkpointing=CheckpointingConfig(keep_last=1, keep_top_k=0))
 
 
 def test_retention_keeps_parents_and_steps_over_what_is_damaged(
@@ -265,8 +265,24 @@ def test_retention_keeps_the_best_in_the_direction_asked_for(tmp_path: Path, hig
     store = Run.start(tmp_path).store
     for step, loss in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.4)):
         checkpoint_of(store, 1, step, loss=loss)
-    retain(store, 1, CheckpointingConfig(keep_last=1, keep_top_k=1, metric_name="loss", higher_is_better=higher))
+    kept = CheckpointingConfig(keep_last=1, keep_top_k=1, metric_name="loss", higher_is_better=higher)
+    retain(store, 1, RunConfig(checkpointing=kept))
     assert committed(store) == [CheckpointName(1, best), CheckpointName(1, 4)]
+
+
+def test_retention_keeps_the_best_by_its_evaluation(tmp_path: Path) -> None:
+    store = Run.start(tmp_path).store
+    for step in range(1, 7):
+        checkpoint_of(store, 1, step, loss=1.0)
+    # The newest evaluation at or before the step is what a checkpoint is ranked by; equal ones by their age.
+    for version, reward in ((0, 0.9), (1, 0.2), (3, 0.7), (5, 0.5)):
+        row = {"version": version, "dataset_index": 0, "mode": "sampled", "reward": reward, "prompt": "[]",
+               "completion": "", "tokens": 1, "finish_reason": "stop"}  # fmt: skip
+        data = schema.encode(schema.table([row], schema.EVALUATION), schema.EVALUATION, {})
+        store.put_if_absent(layout.evaluation(1, version), data)
+    kept = CheckpointingConfig(keep_last=1, keep_top_k=1, metric_name="evaluation/sampled")
+    retain(store, 1, RunConfig(checkpointing=kept))
+    assert committed(store) == [CheckpointName(1, 4), CheckpointName(1, 6)]
 
 
 def test_a_fenced_trainer_deletes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

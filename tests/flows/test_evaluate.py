@@ -1,0 +1,117 @@
+"""An evaluation asks each prompt equally often, says which versions answered, and is stored whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.evaluate import EvaluationJob, EvaluationStopped, requests
+from grpo_core.config import EvaluationConfig, RunConfig
+from grpo_core.prompts import Row
+from grpo_core.rollout.group import RolloutFailed, Task
+from grpo_core.rollout.rewards import Scores
+from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn, VersionSpan
+from storage import layout, schema
+from storage.attempts import claim_next
+from storage.errors import Fenced
+from storage.objects import ObjectStore
+
+ROWS = [Row([{"role": "user", "content": str(number)}], {}) for number in range(3)]
+LIVE = Stamp(1, 4)
+
+
+@dataclass
+class StubGenerator:
+    """Answers with three tokens, the last of which the next version sampled; prompt 2 cannot be answered."""
+
+    config: RunConfig
+    before: Callable[[], None] = lambda: None
+    seconds: float = 0.0
+    tasks: list[Task] = field(default_factory=list)
+
+    async def rollouts(self, task: Task, count: int) -> list[Rollout | RolloutFailed]:
+        self.tasks.append(task)
+        self.before()
+        await asyncio.sleep(self.seconds)
+        if task.prompt.dataset_index == 2:
+            return [RolloutFailed("the engine said no")] * count
+        spans = (VersionSpan(1, 4, 0, 2), VersionSpan(1, 5, 2, 3))
+        turn = Turn([1], [7, 8, 9], [-1.0] * 3, spans, "stop")
+        return [Rollout(index, [turn], [{"role": "assistant", "content": "a"}], "stop", 0) for index in range(count)]
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Scores:
+        return Scores({}, [1.0] + [0.0] * (len(rollouts) - 1))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    store = ObjectStore.open(str(tmp_path / "run"))
+    claim(store)
+    return store
+
+
+def claim(store: ObjectStore) -> None:
+    claim_next(store, parent=None, host="h", pid=1, pid_started_at=1.0, claimed_at=1.0)
+
+
+def job(store: ObjectStore, stopped: Callable[[], bool] = lambda: False, **stub: Any) -> EvaluationJob:
+    config = RunConfig(evaluation=EvaluationConfig(samples=6, samples_per_prompt=2))
+    return EvaluationJob(StubGenerator(config, **stub), ROWS, store, LIVE, stopped)  # type: ignore[arg-type]
+
+
+def counts(rows: int, **settings: Any) -> list[int]:
+    wanted = requests(EvaluationConfig(**settings), rows)
+    assert [request.index for request in wanted] == list(range(len(wanted)))
+    return [request.count for request in wanted]
+
+
+def test_samples_are_spread_over_the_prompts_or_given_to_as_many_as_they_suffice_for() -> None:
+    assert counts(3, samples=8, greedy=False) == [3, 3, 2]
+    assert counts(3, samples=2, greedy=False) == [1, 1]
+    assert counts(3, samples=8, samples_per_prompt=4, greedy=False) == [4, 4]
+    assert counts(3, samples=100, samples_per_prompt=4, greedy=False) == [4, 4, 4]
+    both = requests(EvaluationConfig(samples=2, samples_per_prompt=1), 3)
+    assert [(request.mode, request.index) for request in both] == [
+        ("sampled", 0), ("sampled", 1), ("greedy", 0), ("greedy", 1)
+    ]  # fmt: skip
+
+
+def test_each_completion_says_which_versions_it_is_of(store: ObjectStore) -> None:
+    made = job(store)
+    found = made.run()
+    assert (found.attempt, found.version, found.purity) == (1, 4, pytest.approx(2 / 3))
+    assert found.scores["sampled"].mean == 0.5 and found.scores["pass@2"].mean == 1.0
+    key = layout.evaluation(1, 4)
+    table, _ = schema.decode(store.get(key), name=key)
+    answered = [row for row in table.to_pylist() if row["finish_reason"] == "stop"]
+    assert {(row["min_version"], row["max_version"], row["version_tokens"]) for row in answered} == {(4, 5, 2)}
+    failed = [row for row in table.to_pylist() if row["finish_reason"] == "error"]
+    assert [(row["dataset_index"], row["mode"], row["reward"]) for row in failed] == [
+        (2, "sampled", None), (2, "greedy", None)
+    ]  # fmt: skip
+    assert "the engine said no" in failed[0]["completion"]
+
+
+def test_requests_of_an_evaluation_are_not_cut_off_for_their_age(store: ObjectStore) -> None:
+    made = job(store)
+    made.run()
+    assert {task.cancellable for task in made.generator.tasks} == {False}  # type: ignore[attr-defined]
+
+
+def test_a_stopped_evaluation_leaves_nothing(store: ObjectStore) -> None:
+    with pytest.raises(EvaluationStopped, match="version 4"):
+        job(store, lambda: True, seconds=60.0).run()
+    assert store.list(layout.evaluations_prefix(), recursive=True) == []
+
+
+def test_an_evaluation_that_a_newer_attempt_fenced_is_not_stored(store: ObjectStore) -> None:
+    """The engines carry the newer attempt's weights by then."""
+    claims = iter([lambda: claim(store)])
+    with pytest.raises(Fenced):
+        job(store, before=lambda: next(claims, lambda: None)()).run()
+    assert store.list(layout.evaluations_prefix(), recursive=True) == []
