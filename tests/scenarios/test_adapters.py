@@ -13,7 +13,8 @@ from tests.scenarios.run_driver import SYNCHRONOUS, RunDriver, checkpoint_commit
 from tests.scenarios.soundness import assert_same_bits, assert_sound, attempts, checkpoint_tensors
 
 ADAPTERS: dict[str, Any] = merged(SYNCHRONOUS, {"model": {"lora": {"rank": 4, "alpha": 8.0}}})
-REFITS = {"adapters": {"refit": {"adapter_only": True}}, "merged": {}}
+# Two ranks, because they must agree on who is given the base.
+REFITS = {"adapters": {"refit": {"adapter_only": True}, "training": {"ranks": 2}}, "merged": {}}
 
 
 def refits(driver: RunDriver) -> list[dict[str, Any]]:
