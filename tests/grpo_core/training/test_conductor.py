@@ -310,16 +310,19 @@ def test_an_engine_whose_groups_come_back_foreign_is_refitted_again(stage: Stage
     assert stage.decided()[0] == ("returned", "foreign version")
 
 
-def test_what_an_engine_was_asked_before_its_refit_does_not_tell_against_it(stage: Stage, tmp_path: Path) -> None:
-    stage.steps = 2
+def test_what_an_engine_was_asked_before_its_refit_does_not_tell_against_it(stage: Stage) -> None:
     straggler = stage.run.lease(0)
     stage.run.whole(group(1), group(2))
+    looks: list[int] = []
 
     def waiting() -> None:
         if stage.kinds()[-1:] == ["Save"]:
-            stage.waiting = lambda: None
-            stage.run.arrive(straggler, group(0, attempt=7), last=True)
-            stage.run.whole(group(3), group(4))
+            looks.append(1)
+            if len(looks) == 1:
+                stage.run.arrive(straggler, group(0, attempt=7), last=True)
+            if len(looks) == 5:
+                stage.waiting = lambda: None
+                stage.run.whole(group(3), group(4))
 
     stage.waiting = waiting
     stage.conduct()
@@ -334,7 +337,17 @@ def test_groups_of_a_dead_attempt_do_not_tell_against_an_engine_of_this_one(stag
     second = Stage(Run.start(tmp_path / "store", parent=(1, 1), frontier=frontier), done=1, steps=2)
     second.run.feed.restore([part], [0, 1])
     second.engine(0, "e0")
-    second.run.whole(group(2, attempt=2, versions=(1,)))
+    second.run.lease(3)
+    looks: list[int] = []
+
+    def waiting() -> None:
+        if second.kinds()[-1:] == ["Refit"]:
+            looks.append(1)
+            if len(looks) == 5:
+                second.waiting = lambda: None
+                second.run.whole(group(2, attempt=2, versions=(1,)))
+
+    second.waiting = waiting
     second.conduct()
     assert second.kinds() == ["Refit", "Step", "Refit", "Save"]
 
