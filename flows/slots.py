@@ -109,6 +109,7 @@ def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, p
         max_num_batched_tokens=max(pool.max_num_batched_tokens, config.model.context_length),
         tensor_parallel_size=pool.tensor_parallel_size,
         transfer=config.refit.backend,
+        lora_rank=config.model.lora.rank if config.model.lora is not None and config.refit.adapter_only else None,
         block_size=CPU_BLOCK_TOKENS if on_cpu else None,
         kv_cache_bytes=pool.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
         gpu_memory_utilization=None if on_cpu else pool.gpu_memory_utilization,

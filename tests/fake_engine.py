@@ -248,6 +248,12 @@ class FakeEngine:
             choices = await asyncio.gather(
                 *(self._choice(index, request_id, sampling, script) for index, script in enumerate(scripts))
             )
+            if asked := sampling.get("logprob_token_ids"):
+                ids = [*body["token_ids"], asked[0]]
+                score = -math.log(self.vocabulary_size) if self.score is None else self.score(ids)[-1]
+                for choice in choices:
+                    for entry in choice["logprobs"]["content"]:
+                        entry["top_logprobs"] = [{"token_id": asked[0], "logprob": score}]
         finally:
             self._running -= 1
             self._named[adapter] -= 1

@@ -2,8 +2,8 @@
 
     python tests/model_engine.py --model DIRECTORY --host 127.0.0.1 --port 8000 [any other flag of vLLM is ignored]
 
-It reads a Qwen3 directory, takes refits over our own gloo protocol or from the run's store, and scores canaries with the weights it holds, so
-the real trainer, flow and store run against it unchanged. What it samples is a pure function of (weights, prompt, seed,
+It reads a Qwen3 directory, takes refits over our own gloo protocol or from the run's store, loads LoRA adapters while it
+runs, and scores canaries with the weights it holds, so the real trainer, flow and store run against it unchanged. What it samples is a pure function of (weights, prompt, seed,
 number of siblings): a request is computed alone, its siblings in one batch, and every sibling draws from a generator
 of its own. So with a window of 0 a whole run is deterministic. It starts in the time that importing torch takes.
 
@@ -13,6 +13,7 @@ removed from the file first, so that it happens once:
     die_at_request: 5         SIGKILL itself when this process gets its fifth request to generate
     die_in_update: 3          SIGKILL itself in the third weight update of this process, after its first tensor
     stall_in_update: 3        stand still for STALL_SECONDS there; the fault is removed when it begins
+    die_in_load: 3            SIGKILL itself when this process is to load its third adapter
     late_after_update: 3      answer STALL_SECONDS late that the third weight update succeeded; removed when it begins
     seconds_per_token: 0.01   sample slowly
 """
@@ -21,11 +22,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +51,8 @@ from grpo_core.trajectory import Stamp
 from storage.objects import ObjectStore
 
 EMBEDDING = "model.embed_tokens.weight"
+POLICY = "policy"
+PEFT_PREFIX, B_FACTOR = "base_model.model.", ".lora_B.weight"
 FAULTS = "MODEL_ENGINE_FAULTS"
 STALL_SECONDS = 5.0
 
@@ -69,6 +74,20 @@ class Qwen3:
         for file in sorted(directory.glob("*.safetensors")):
             self.weights |= load_file(file)
         self.weights.setdefault(HEAD, self.weights[EMBEDDING])
+
+    def adapted(self, directory: Path) -> Qwen3:
+        """This model with an adapter in PEFT's format merged into the weights that it has now: W + alpha/rank · B A."""
+        config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        factors = load_file(directory / "adapter_model.safetensors")
+        model = copy.copy(self)
+        model.weights = dict(self.weights)
+        for name, b in factors.items():
+            if name.endswith(B_FACTOR):
+                layer = name.removeprefix(PEFT_PREFIX).removesuffix(B_FACTOR)
+                a = factors[name.replace("lora_B", "lora_A")]
+                change = config["lora_alpha"] / config["r"] * (b.float() @ a.float())
+                model.weights[f"{layer}.weight"] = self.weights[f"{layer}.weight"] + change
+        return model
 
     def logits(self, ids: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Logits [batch, tokens, vocabulary] of `ids` [batch, tokens] after what `cache` holds, which grows by them."""
@@ -125,6 +144,7 @@ class Sibling:
     draw: random.Random
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    asked: list[list[dict[str, Any]]] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
     reason: str | None = None
 
@@ -141,6 +161,8 @@ class Sibling:
             token = int(torch.searchsorted(cumulative, self.draw.random() * float(cumulative[-1]), right=True))
         self.ids.append(token)
         self.logprobs.append(float(logprobs[token]))
+        wanted = dict.fromkeys([token, *sampling.get("logprob_token_ids", ())])
+        self.asked.append([{"token_id": each, "logprob": float(logprobs[each])} for each in wanted])
         if not self.spans or self.spans[-1]["version"] != stamp:
             self.spans.append({"version": stamp, "start": len(self.ids) - 1, "end": 0})
         self.spans[-1]["end"] = len(self.ids)
@@ -151,7 +173,10 @@ class Sibling:
         return token
 
     def as_choice(self, index: int) -> dict[str, Any]:
-        content = [{"token_id": t, "logprob": p} for t, p in zip(self.ids, self.logprobs, strict=True)]
+        content = [
+            {"token_id": token, "logprob": logprob, "top_logprobs": asked}
+            for token, logprob, asked in zip(self.ids, self.logprobs, self.asked, strict=True)
+        ]
         return {
             "index": index,
             "finish_reason": self.reason,
@@ -205,6 +230,10 @@ class Engine:
         self.model = Qwen3(directory)
         self._shapes = checkpoint_shapes(directory)
         self.stamp = "default"
+        self.adapters: dict[str, Path] = {}
+        self._adapted: dict[str, Qwen3] = {}
+        self._named: Counter[str] = Counter()
+        self.loads = 0
         self.received = 0
         self.updates = 0
         self.running = 0
@@ -225,13 +254,43 @@ class Engine:
         self.received += 1
         if self.received == _faults().get("die_at_request"):
             _die("die_at_request")
+        name = body.get("model", POLICY)
         self.running += 1
+        self._named[name] += 1
         try:
-            return await self._generate(body["token_ids"], body["sampling_params"])
+            answer = await self._generate(name, body["token_ids"], body["sampling_params"])
+            return {**answer, "model": name}
         finally:
             self.running -= 1
+            self._named[name] -= 1
 
-    async def _generate(self, prompt: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def knows(self, name: str) -> bool:
+        """Whether a request may name this model."""
+        return name == POLICY or name in self.adapters
+
+    def in_use(self) -> str:
+        return ",".join(name for name, requests in self._named.items() if requests and name != POLICY)
+
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """Have an adapter in memory, as the base is now; blocks."""
+        self.loads += 1
+        if self.loads == _faults().get("die_in_load"):
+            _die("die_in_load")
+        self._adapted[name] = self.model.adapted(directory)
+        self.adapters[name] = directory
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name], self._adapted[name]
+
+    def _take(self, weights: dict[str, Tensor]) -> None:
+        """These are the weights now, also under the adapters."""
+        self.model.weights = weights
+        self._adapted = {name: self.model.adapted(directory) for name, directory in self.adapters.items()}
+
+    def _model(self, name: str) -> Qwen3:
+        return self.model if name == POLICY else self._adapted[name]
+
+    async def _generate(self, name: str, prompt: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
         scores = self._scores(prompt) if "prompt_logprobs" in sampling else None
         pause = _faults().get("seconds_per_token", 0.0)
         siblings, generation = Siblings(prompt, sampling), self.caches
@@ -239,7 +298,7 @@ class Engine:
             if generation != self.caches:
                 siblings.forget()
                 generation = self.caches
-            self.generated += siblings.grow(self.model, self.stamp)
+            self.generated += siblings.grow(self._model(name), self.stamp)
             await asyncio.sleep(pause)
             while self.standing:
                 await asyncio.sleep(0.002)
@@ -289,7 +348,7 @@ class Engine:
             assert self._staged is not None and self._staged[0] == info["stamp"]
             self.updates += 1
             self._fail_or_stall()
-            self.model.weights = {name: tensor.float() for name, tensor in read_tensors(self._staged[1]).items()}
+            self._take({name: tensor.float() for name, tensor in read_tensors(self._staged[1]).items()})
             return
         manifest = [TensorEntry.from_json(entry) for entry in info["manifest"]]
         check_complete(manifest, self._shapes)
@@ -305,7 +364,7 @@ class Engine:
             self._fail_or_stall()
         for entry in manifest:
             check_digest(entry, received[entry.name])
-        self.model.weights = {name: tensor.float() for name, tensor in received.items()}
+        self._take({name: tensor.float() for name, tensor in received.items()})
 
     def _fail_or_stall(self) -> None:
         if self.updates == _faults().get("die_in_update"):
@@ -349,10 +408,19 @@ async def handle(engine: Engine, request: web.Request) -> web.Response:
         case "/get_world_size":
             answer = {"world_size": 1}
         case "/metrics":
+            labels = f'max_lora="4",running_lora_adapters="{engine.in_use()}",waiting_lora_adapters=""'
             return web.Response(
                 text=f"vllm:num_requests_running {engine.running}\nvllm:generation_tokens_total {engine.generated}\n"
+                f"vllm:lora_requests_info{{{labels}}} {time.time()}\n"
             )
-        case "/inference/v1/generate":
+        case "/v1/models":
+            answer = {"data": [{"id": POLICY, "parent": None}, *({"id": n, "parent": POLICY} for n in engine.adapters)]}
+        case "/v1/load_lora_adapter" if body["lora_name"] not in engine.adapters:
+            path = Path(body["lora_path"])
+            await loop.run_in_executor(engine.worker, engine.load_adapter, body["lora_name"], path)
+        case "/v1/unload_lora_adapter" if body["lora_name"] in engine.adapters:
+            engine.unload_adapter(body["lora_name"])
+        case "/inference/v1/generate" if engine.knows(body.get("model", POLICY)):
             answer = await engine.generate(body)
         case "/pause":
             await engine.pause(request.query["mode"], request.query["clear_cache"] == "true")

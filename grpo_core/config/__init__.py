@@ -65,6 +65,7 @@ __all__ = [
     "ENVIRONMENT_SOURCE",
     "EVALUATION_METRICS",
     "LOOPBACK",
+    "MOST_ADAPTER_RANK",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "DataConfig",
@@ -101,6 +102,9 @@ __all__ = [
     "VerifiersEnvironment",
     "WarmStart",
 ]
+
+# The largest rank of an adapter for which vLLM has room.
+MOST_ADAPTER_RANK = 512
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
@@ -164,7 +168,7 @@ class RunConfig(Section):
             )
         if fault := self._rollout_fault():
             raise ValueError(fault)
-        if fault := self._refit_fault():
+        if fault := self._refit_fault() or self._adapter_fault():
             raise ValueError(fault)
         if fault := self._evaluation_fault():
             raise ValueError(fault)
@@ -239,6 +243,18 @@ class RunConfig(Section):
     def has_held_out(self) -> bool:
         """Whether there are prompts to evaluate on."""
         return isinstance(self.data.source, ReasoningGymData) or self.data.source.held_out_path is not None
+
+    def _adapter_fault(self) -> str | None:
+        """Why adapters alone could not be refits."""
+        if not self.refit.adapter_only:
+            return None
+        if self.model.lora is None:
+            return "refit.adapter_only=true moves adapters, but model.lora gives the policy none; set model.lora, or leave it out"
+        if self.model.lora.rank > MOST_ADAPTER_RANK:
+            return f"model.lora.rank={self.model.lora.rank} is more than the {MOST_ADAPTER_RANK} that engines serve as adapters; lower it, or set refit.adapter_only to false"
+        if isinstance(self.pool, ExternalPool) and self.refit.adapter_directory is None:
+            return "refit.adapter_only=true needs refit.adapter_directory where engines see it too, as pool.kind is external; name one"
+        return None
 
     @property
     def reward_weights(self) -> dict[str, float]:

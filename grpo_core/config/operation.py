@@ -67,6 +67,14 @@ class RefitConfig(Section):
         16,
         description="backend=store: versions from one full one to the next; those between are differences. 1: all are full",
     )
+    adapter_only: bool = Field(
+        False,
+        description="With model.lora: move the adapter of each version instead of the weights it amounts to, without a pause; the backend moves the frozen weights once in an attempt",
+    )
+    adapter_directory: Path | None = Field(
+        None,
+        description="With adapter_only: where adapters are kept, under the same path for the trainer and every engine; default: below model.cache_directory",
+    )
     every_steps: PositiveInt = Field(1, description="Optimizer steps from one version to the next")
     control_timeout_seconds: float = Field(60, gt=0, description="Longest time for one control call")
     transfer_timeout_seconds: float = Field(300, gt=0, description="Longest time for the transfer to one engine")

@@ -36,6 +36,11 @@ class Canary:
                 f"not {len(self.logprobs)}; give one for each token after the first"
             )
 
+    def thinned(self, most: int) -> list[int]:
+        """At most so many indices of `logprobs`, spread evenly; the last one, which sees most text, is among them."""
+        count = min(most, len(self.logprobs))
+        return [len(self.logprobs) * (number + 1) // count - 1 for number in range(count)]
+
 
 def canary_tokens(prompts: Iterable[Sequence[int]], context: int) -> tuple[int, ...]:
     """The first tokens of a run's prompts, one after the other. One position of the context is left, for the token an
@@ -55,14 +60,16 @@ def canary_tokens(prompts: Iterable[Sequence[int]], context: int) -> tuple[int, 
     return tuple(tokens[:wanted])
 
 
-def check_canary(engine: str, canary: Canary, scores: Sequence[float]) -> float:
-    """The largest absolute difference (nats) to the trainer; CanaryFailed above the tolerance or on NaN."""
-    if len(scores) != len(canary.logprobs):
-        raise CanaryFailed(f"engine {engine} scored {len(scores)} of {len(canary.logprobs)} canary tokens; replace it")
-    differences = [abs(theirs - ours) for theirs, ours in zip(scores, canary.logprobs, strict=True)]
+def check_canary(engine: str, canary: Canary, scores: Sequence[float], places: Sequence[int] | None = None) -> float:
+    """The largest absolute difference (nats) to the trainer; CanaryFailed above the tolerance or on NaN. `scores` are of
+    all of `canary.logprobs`, or of those at `places`."""
+    expected = canary.logprobs if places is None else [canary.logprobs[place] for place in places]
+    if len(scores) != len(expected):
+        raise CanaryFailed(f"engine {engine} scored {len(scores)} of {len(expected)} canary tokens; replace it")
+    differences = [abs(theirs - ours) for theirs, ours in zip(scores, expected, strict=True)]
     largest = math.nan if any(math.isnan(difference) for difference in differences) else max(differences)
     # A float's error grows with its size, so a token at −20 nats may differ twenty times as much as one at −1.
-    allowed = [canary.tolerance * max(1.0, -logprob) for logprob in canary.logprobs]
+    allowed = [canary.tolerance * max(1.0, -logprob) for logprob in expected]
     if not all(difference <= bound for difference, bound in zip(differences, allowed, strict=True)):
         raise CanaryFailed(
             f"engine {engine} differs from the trainer by {largest:.3g} nats on the canary (tolerance "

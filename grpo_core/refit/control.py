@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 
 import requests
 
-from grpo_core.rollout.wire import API_KEY_VARIABLE, REQUEST_PREFIX, parse_scores, score_request
+from grpo_core.rollout.wire import (
+    API_KEY_VARIABLE,
+    REQUEST_PREFIX,
+    next_token_request,
+    parse_next_token,
+    parse_scores,
+    score_request,
+)
 
 HEALTH_SECONDS = 3.0
 
@@ -88,6 +95,11 @@ class EngineControl:
         Waits while the engine is paused."""
         body = score_request(token_ids, cache_salt, model=model)
         return parse_scores(self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
+
+    def score_last(self, token_ids: list[int], cache_salt: str, deadline_seconds: float, *, model: str) -> float:
+        """Log-prob (nats) of the last of `token_ids` given those before it, by the adapter `model`; of two at least."""
+        body = next_token_request(token_ids, cache_salt, model=model)
+        return parse_next_token(self._post("/inference/v1/generate", body, deadline_seconds), token_ids[-1])
 
     def call_workers(self, method: str, deadline_seconds: float) -> list[Any]:
         """What each worker answers to a method of its class, in order of rank."""

@@ -109,7 +109,15 @@ def refit_weights(
     finally:
         round_.resume()
     if canary is not None:
-        check_engines(round_.phases, canary, settings, round_.differences)
+        agreed = canary
+
+        def check(engine: EngineControl) -> float:
+            salt = f"canary {uuid.uuid4()}"
+            return check_canary(
+                engine.name, agreed, engine.score(list(agreed.token_ids), salt, settings.canary_seconds)
+            )
+
+        check_engines(round_.phases, check, settings, round_.differences)
     phases = round_.phases
     for engine in phases.broken:
         transfer.close(engine.name)
@@ -179,19 +187,19 @@ class _Round:
 
 
 def check_engines(
-    phases: Phases, canary: Canary, settings: RefitSettings, differences: dict[str, float], model: str | None = None
+    phases: Phases,
+    check: Callable[[EngineControl], float],
+    settings: RefitSettings,
+    differences: dict[str, float],
 ) -> None:
-    """Compare every engine, or its adapter called `model`, with the trainer; stop those that differ."""
+    """Compare every engine with the trainer; stop those that differ. `check` returns the largest difference, or raises."""
 
-    def check(engine: EngineControl) -> None:
+    def check_or_stop(engine: EngineControl) -> None:
         try:
-            scores = engine.score(
-                list(canary.token_ids), f"canary {uuid.uuid4()}", settings.canary_seconds, model=model
-            )
-            differences[engine.name] = check_canary(engine.name, canary, scores)
+            differences[engine.name] = check(engine)
         except ENGINE_FAILURES:
             phases.fence()
             engine.pause("abort", True, settings.pause_seconds)
             raise
 
-    phases.run("canary", settings.canary_seconds + settings.pause_seconds, check)
+    phases.run("canary", settings.canary_seconds + settings.pause_seconds, check_or_stop)

@@ -217,6 +217,11 @@ class EngineClient:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"engine {self.name}: {method} {path} lost its connection: {error!r}") from error
+        if status == 404 and self._adapters:
+            # It was started again since it was given the adapter; whoever looks after it will notice.
+            raise EngineUnavailable(
+                f"engine {self.name} has no such route or adapter for {method} {path}: {text[:500]}"
+            )
         if 400 <= status < 500:
             raise EngineRejected(f"engine {self.name} rejected {method} {path} with {status}: {text[:500]}")
         if status != 200:

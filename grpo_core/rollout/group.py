@@ -30,7 +30,7 @@ from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_source
 from grpo_core.rollout.rows import FAILED, OK, group_rows, tombstone_row
 from grpo_core.rollout.tools import Toolbox
-from grpo_core.rollout.wire import InvalidGeneration
+from grpo_core.rollout.wire import OLD_SALT, InvalidGeneration
 from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn
 
 __all__ = ["FAILED", "OK", "Generator", "RolloutFailed", "Task", "check_rollouts", "derived_seed"]
@@ -234,7 +234,13 @@ class Generator:
                     request_id=f"{request_id}-{tried}" if cancellable else None,
                     since=since,
                 ) as member:
-                    client = EngineClient(member.url, session=session, name=member.name, kept_caches=self._kept_caches)
+                    client = EngineClient(
+                        member.url,
+                        session=session,
+                        name=member.name,
+                        kept_caches=self._kept_caches,
+                        adapters=config.refit.adapter_only,
+                    )
                     return await client.generate_many(
                         ids,
                         count,
@@ -252,6 +258,9 @@ class Generator:
                 cause = error
                 if since is not None and isinstance(error, InvalidGeneration) and error.reason == "aborted":
                     raise TurnAborted(str(error)) from error
+                if isinstance(error, InvalidGeneration) and error.reason == OLD_SALT:
+                    # Nothing is wrong with the engine: a refit came between. The next try has the new salt.
+                    continue
                 avoid.add(member.name)
                 self.pool.failed(member.name)
                 # An engine that just died is ejected within a second; asking it again at once would spend the budget.

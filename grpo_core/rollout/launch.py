@@ -17,6 +17,8 @@ SERVED_MODEL_NAME = "policy"
 STAGING_EXTENSION = "grpo_core.refit.store_worker.StagingExtension"
 # Adapters that one engine step may mix: the newest and those that long requests still name.
 MOST_ADAPTERS = 4
+# The ranks for which vLLM has room; an adapter of another one takes the room of the next.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LaunchError(ValueError):
@@ -85,6 +87,10 @@ def _check(spec: EngineSpec) -> None:
         )
     if spec.device == "cuda" and spec.gpus and len(spec.gpus) != spec.tensor_parallel_size:
         raise LaunchError(f"gpus {spec.gpus} do not match tensor_parallel_size {spec.tensor_parallel_size}")
+    if spec.lora_rank is not None and spec.lora_rank > ADAPTER_RANKS[-1]:
+        raise LaunchError(
+            f"lora_rank {spec.lora_rank} is above {ADAPTER_RANKS[-1]}, the most that engines have room for"
+        )
 
 
 def _arguments(spec: EngineSpec, python: str) -> list[str]:
@@ -105,7 +111,8 @@ def _arguments(spec: EngineSpec, python: str) -> list[str]:
     if spec.transfer == "store":
         arguments += ["--worker-extension-cls", STAGING_EXTENSION]
     if spec.lora_rank is not None:
-        arguments += ["--enable-lora", "--max-lora-rank", str(spec.lora_rank), "--max-loras", str(MOST_ADAPTERS)]
+        room = next(rank for rank in ADAPTER_RANKS if rank >= spec.lora_rank)
+        arguments += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(MOST_ADAPTERS)]
     if spec.block_size is not None:
         arguments += ["--block-size", str(spec.block_size)]
     if spec.kv_cache_bytes is not None:

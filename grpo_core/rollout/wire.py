@@ -21,6 +21,8 @@ REQUEST_PREFIX = "generate-tokens-"
 LOWEST_LOGPROB = -9998.0
 # How a whole turn ends: the model stopped, or its tokens ran out. An abort or an error cuts it anywhere.
 WHOLE = ("stop", "length")
+# The reason of InvalidGeneration for a turn that is sound but for the refit it waited through.
+OLD_SALT = "salt"
 
 
 class InvalidGeneration(RuntimeError):
@@ -112,6 +114,19 @@ def score_request(token_ids: Sequence[int], cache_salt: str, *, model: str | Non
     }
 
 
+def next_token_request(token_ids: Sequence[int], cache_salt: str, *, model: str) -> dict[str, Any]:
+    """The request for the log-prob of the last token given those before it, at temperature 1, by the adapter `model`.
+
+    One step of an ordinary generation, because vLLM 0.32 on CPUs dies of a `prompt_logprobs` that shares a step with other
+    requests once adapters are enabled. The engine cuts the list of log-probs behind its own token, so the token is named
+    twice.
+    """
+    wanted = [token_ids[-1]] * 2
+    request = score_request(token_ids[:-1], cache_salt, model=model)
+    sampling = {key: value for key, value in request["sampling_params"].items() if key != "prompt_logprobs"}
+    return {**request, "sampling_params": {**sampling, "logprobs": len(wanted), "logprob_token_ids": wanted}}
+
+
 def parse_turns(
     answer: Mapping[str, Any],
     prompt_ids: Sequence[int],
@@ -151,7 +166,7 @@ def check_first_span(turns: Sequence[Turn], cache_salt: str) -> None:
         first = turn.spans[0]
         if str(Stamp(first.attempt, first.version)) != cache_salt:
             raise InvalidGeneration(
-                "salt",
+                OLD_SALT,
                 f"engine {turn.engine} began a turn with version {first.attempt}.{first.version} on the cache of "
                 f"{cache_salt}; it is generated again",
             )
@@ -225,3 +240,13 @@ def parse_scores(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[fl
             "scores", f"the engine answered no log-probs for the given tokens: {error!r}"
         ) from error
     return [float(value) if value is not None and value > LOWEST_LOGPROB else math.nan for value in values]
+
+
+def parse_next_token(answer: Mapping[str, Any], token: int) -> float:
+    """The log-prob (nats) of `token` from the answer to a `next_token_request`; NaN where the engine has no value."""
+    try:
+        entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        value = next(entry["logprob"] for entry in entries if entry["token_id"] == token)
+    except (KeyError, TypeError, IndexError, StopIteration) as error:
+        raise InvalidGeneration("scores", f"the engine answered no log-prob for token {token}: {error!r}") from error
+    return float(value) if value is not None and value > LOWEST_LOGPROB else math.nan

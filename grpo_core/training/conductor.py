@@ -117,6 +117,7 @@ class Conductor:
         self._ranks = ranks
         self._engines: dict[str, EngineAddress] = {}
         self._carrying: set[str] = set()
+        self._leases_before: dict[str, int] = {}  # engine → the newest lease at its last refit
         self._refitted = -1  # the step whose weights they carry
         self._broken: dict[str, str] = {}
         self._distrusted: dict[str, int] = {}
@@ -164,6 +165,7 @@ class Conductor:
         while not self._ending():
             if feed.poll():
                 progress = time.monotonic()
+                self._doubt_engines()
             admission = self._decide(step)
             ready = admission.admissible if ready < 0 else ready
             pending = pending.with_admission(admission, feed.groups, at=time.monotonic())
@@ -188,6 +190,15 @@ class Conductor:
                 idle = time.monotonic()
             time.sleep(self._store.poll_seconds)
         return []
+
+    def _doubt_engines(self) -> None:
+        """An engine whose groups come back from weights outside the living history has not kept ours, whatever we believe:
+        the next refit includes it. What was leased before its last refit says nothing about it."""
+        for group in self._feed.groups.values():
+            if group.foreign and group.part.attempt == self._attempt:
+                self._carrying -= {
+                    name for name in group.engines if group.part.lease > self._leases_before.get(name, -1)
+                }
 
     def _decide(self, step: int) -> Admission:
         feed = self._feed
@@ -337,6 +348,7 @@ class Conductor:
     def _note_refit(self, result: RefitResult, step: int, seconds: float) -> None:
         """Say in the store, and then to whoever watches, which engines carry the weights after `step`."""
         self._carrying |= set(result.refitted)
+        self._leases_before |= dict.fromkeys(result.refitted, self._feed.last_lease)
         version = result.stamp.version
         write_refit(
             self._store,

@@ -163,6 +163,11 @@ class Feed:
         self._coming: dict[int, tuple[int, int]] = {}  # open lease → its version at dispatch, ordinals in flight
 
     @property
+    def last_lease(self) -> int:
+        """The newest lease of this attempt that was read; −1 before the first."""
+        return self._last_lease
+
+    @property
     def in_flight(self) -> dict[int, int]:
         """Ordinals in flight by the version they were dispatched with."""
         counts: Counter[int] = Counter()

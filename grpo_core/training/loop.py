@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from grpo_core.config import RunConfig
+from grpo_core.refit.adapters import Adapter, Base, engines_without_base, refit_adapter
+from grpo_core.refit.backends import adapter_directory
 from grpo_core.refit.canary import Canary
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
 from grpo_core.refit.transfer import Transfer
 from grpo_core.training.attention import Packing
 from grpo_core.training.conductor import Command, Commands, Idle, Refit, Save, Step
 from grpo_core.training.feed import PartCache
-from grpo_core.training.lora import gather_merged
+from grpo_core.training.lora import gather_adapters, gather_base, gather_merged
 from grpo_core.training.model import Policy
 from grpo_core.training.reference import Reference
 from grpo_core.training.saving import Saving
@@ -102,11 +104,10 @@ def _with_all_logprobs(result: StepResult) -> StepResult:
 
 def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
     """Gather on every rank, then move on rank 0. A failure of all engines is a result: the pool may recover."""
-    settings = rank.config.refit
-    wire = getattr(torch, rank.config.wire_dtype)
-    on = rank.device if settings.backend in ("nccl", "ipc") else torch.device("cpu")
-    tensors = gather_merged(rank.policy.language_model, dtype=wire, device=on, keep=dist.get_rank() == 0)
-    canary = _canary(rank, settings.canary_tolerance)
+    if rank.config.refit.adapter_only:
+        return _refit_adapter(rank, command)
+    tensors = gather_merged(rank.policy.language_model, **_wire(rank), keep=dist.get_rank() == 0)
+    canary = _canary(rank, rank.config.refit.canary_tolerance)
     if rank.transfer is None:
         return None
     try:
@@ -121,6 +122,45 @@ def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
         )
     except RefitFailed as failure:
         return failure
+
+
+def _refit_adapter(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
+    """The same with adapters alone. Engines that lack the base are given it first, which every rank has to know of."""
+    config, first, settings = rank.config, dist.get_rank() == 0, refit_settings(rank.config)
+    lora = config.model.lora
+    assert lora is not None
+    shared: list[Any] = [None]
+    if first:
+        shared = [engines_without_base(command.engines, command.stamp.attempt, settings.start_seconds)]
+    dist.broadcast_object_list(shared, src=0)
+    model, lacking = rank.policy.language_model, shared[0]
+    tensors = gather_base(model, **_wire(rank), keep=first) if lacking else []
+    layers = gather_adapters(model, dtype=getattr(torch, config.wire_dtype), device="cpu", keep=first)
+    canary = _canary(rank, config.refit.canary_tolerance)
+    if rank.transfer is None:
+        return None
+    try:
+        return refit_adapter(
+            Adapter(layers, lora.rank, lora.alpha, base_model=str(model.name_or_path)),
+            command.engines,
+            command.stamp,
+            adapter_directory(config, rank.store),
+            settings,
+            canary=canary,
+            base=Base(tensors, lacking, rank.transfer),
+            fence=Fence(rank.store, rank.attempt).check,
+        )
+    except RefitFailed as failure:
+        return failure
+
+
+def _wire(rank: Rank) -> dict[str, Any]:
+    """In what and where whole weights are gathered for their way to the engines."""
+    on_gpu = rank.config.refit.backend in ("nccl", "ipc")
+    return {
+        "dtype": getattr(torch, rank.config.wire_dtype),
+        "device": rank.device if on_gpu else torch.device("cpu"),
+    }
 
 
 def refit_settings(config: RunConfig) -> RefitSettings:

@@ -1,7 +1,8 @@
 """Low-rank adapters: only they are trained, and the weights they amount to are what leaves the trainer.
 
 Contract: adapters are put into the model in place, so that everything else sees the same model; they begin as zero
-(Hu et al. 2021) and are the same on every rank. Without adapters `gather_merged` is `refit.source.gather`.
+(Hu et al. 2021) and are the same on every rank. Without adapters `gather_merged` and `gather_base` are
+`refit.source.gather`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from grpo_core.config import LoRAConfig
 from grpo_core.refit.source import checkpoint_name, gather
 
 ADAPTER = "default"
-# Where PEFT's own files say that an adapter belongs.
-FILE_PREFIX = "base_model.model."
 
 Named = list[tuple[str, Tensor]]
+# The factors of each adapted layer, by its name in the checkpoint: A [rank, inputs] and B [outputs, rank].
+Layers = dict[str, tuple[Tensor, Tensor]]
 
 
 def add_adapters(language_model: PreTrainedModel, settings: LoRAConfig, *, seed: int) -> None:
@@ -69,7 +70,21 @@ def gather_merged(model: nn.Module, *, dtype: torch.dtype, device: torch.device 
     The sum is made in the precision of the master weights, then rounded to `dtype`.
     """
     adapted = {id(layer.base_layer.weight): layer for layer in _adapted_layers(model)}
-    if not adapted:
+    return _gather_adapted(model, adapted, dtype=dtype, device=device, keep=keep)
+
+
+@torch.no_grad()
+def gather_base(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str, keep: bool) -> Named:
+    """All weights but the adapters, as they are under them: those of version 0. Otherwise as `refit.source.gather`."""
+    return _gather_adapted(model, {}, dtype=dtype, device=device, keep=keep)
+
+
+def _gather_adapted(
+    model: nn.Module, adapted: dict[int, Any], *, dtype: torch.dtype, device: torch.device | str, keep: bool
+) -> Named:
+    """The weights under their names in the checkpoint; `adapted` are the layers, by the identity of their weight, to which
+    what their adapters add is added."""
+    if not _adapted_layers(model):
         return gather(model, dtype=dtype, device=device, keep=keep)
     gathered: Named = []
     done: dict[int, Tensor] = {}
@@ -90,18 +105,21 @@ def gather_merged(model: nn.Module, *, dtype: torch.dtype, device: torch.device 
 
 
 @torch.no_grad()
-def gather_adapters(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str, keep: bool) -> Named:
-    """The adapters alone, under the names of PEFT's adapter_model.safetensors, which vLLM loads; a collective."""
-    gathered: Named = []
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            full = _whole(parameter)
+def gather_adapters(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str, keep: bool) -> Layers:
+    """The adapters alone; a collective. Ranks without `keep` get none."""
+    gathered: Layers = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            a, b = (_whole(factor[ADAPTER].weight) for factor in (module.lora_A, module.lora_B))
             if keep:
-                plain = checkpoint_name(name).replace(f".{ADAPTER}.", ".")
-                gathered.append((FILE_PREFIX + plain, full.to(device=device, dtype=dtype).contiguous()))
+                gathered[checkpoint_name(name)] = (_copy(a, dtype, device), _copy(b, dtype, device))
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return gathered
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return tensor.to(device=device, dtype=dtype).contiguous()
 
 
 def _adapted_layers(model: nn.Module) -> list[Any]:

@@ -1,11 +1,14 @@
 """A slot knows which of its processes it is about."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flows.probe import Look
-from flows.slots import Slot, restart_delay
+from flows.slots import Slot, engine_spec, restart_delay
+from grpo_core.config import LocalPool
+from grpo_core.recipe import parse
 
 
 def slot(**changes: object) -> Slot:
@@ -54,3 +57,9 @@ def test_an_engine_serves_while_it_answers_and_is_whole_and_wanted() -> None:
     assert (fresh.ready_at, fresh.heard_at, fresh.stamp) == (7.0, 9.0, "1.0")
     assert not replace(fresh, broken="canary").serves
     assert not replace(fresh, unwanted=True).serves
+
+
+@pytest.mark.parametrize(("adapter_only", "rank"), [(True, 12), (False, None)])
+def test_engines_are_started_for_adapters_when_these_are_what_they_get(adapter_only: bool, rank: int | None) -> None:
+    values = {"model": {"lora": {"rank": 12}}, "refit": {"adapter_only": adapter_only}}
+    assert engine_spec(parse(values, where="test"), LocalPool(), Path("/policy"), 0, 8000).lora_rank == rank

@@ -122,6 +122,19 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"training": {"cpu_offload": True}}, ["training.cpu_offload=true", "training.device is cpu"]),
     ({"grpo": {"minibatches": 33}}, ["grpo.minibatches=33", "grpo.num_prompts_per_step=32"]),
     ({"model": {"lora": {"target_modules": ["lm_head"]}}}, ["model.lora.target_modules", "lm_head"]),
+    ({"refit": {"adapter_only": True}}, ["refit.adapter_only=true", "model.lora"]),
+    (
+        {"refit": {"adapter_only": True}, "model": {"lora": {"rank": 513}}},
+        ["model.lora.rank=513", "512", "refit.adapter_only"],
+    ),
+    (
+        {
+            "refit": {"adapter_only": True},
+            "model": {"lora": {}},
+            "pool": {"kind": "external", "urls": ["http://a:1"]},
+        },
+        ["refit.adapter_only=true", "refit.adapter_directory", "pool.kind is external"],
+    ),
     ({"model": {"router_aux_loss_coefficient": 1.5}}, ["model.router_aux_loss_coefficient", "1.5"]),
     ({"sampling": {"top_p": 0.9}}, ["sampling.top_p=0.9", "1.0"]),
     ({"sampling": {"top_k": 5}}, ["sampling.top_k=5"]),

@@ -27,10 +27,17 @@ REAL_ENGINE = {
 }
 
 
+POLICIES = {
+    "untied": {},
+    "tied": {"model": {"source": {"tie_word_embeddings": True}}},
+    "adapters": {"model": {"lora": {"rank": 4}}, "refit": {"adapter_only": True}},
+}
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_run_with_a_real_engine_survives_kill_and_refits_exactly(make_driver: MakeDriver, tied: bool) -> None:
-    driver = make_driver(settings={**REAL_ENGINE, "model": {"source": {"tie_word_embeddings": tied}}})
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_with_a_real_engine_survives_kill_and_refits_exactly(make_driver: MakeDriver, policy: str) -> None:
+    driver = make_driver(settings={**REAL_ENGINE, **POLICIES[policy]})
     driver.start()
     driver.wait_for(steps_done(3), seconds=400)
     driver.kill("flow")

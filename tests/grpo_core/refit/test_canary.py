@@ -33,6 +33,19 @@ def test_difference_within_the_tolerance_is_returned() -> None:
     assert check_canary("e0", CANARY, [-1.00005, -2.0]) == pytest.approx(5e-5)
 
 
+@pytest.mark.parametrize(("tokens", "most", "places"), [(3, 8, [0, 1]), (65, 4, [15, 31, 47, 63]), (11, 3, [2, 5, 9])])
+def test_some_places_stand_for_all_and_the_last_is_among_them(tokens: int, most: int, places: list[int]) -> None:
+    assert Canary(tuple(range(tokens)), (-1.0,) * (tokens - 1), tolerance=1e-4).thinned(most) == places
+
+
+def test_scores_of_some_places_are_held_against_those_places() -> None:
+    assert check_canary("e0", CANARY, [-2.00005], [1]) == pytest.approx(5e-5)
+    with pytest.raises(CanaryFailed, match="scored 1 of 2"):
+        check_canary("e0", CANARY, [-2.0], [0, 1])
+    with pytest.raises(CanaryFailed, match="differs"):
+        check_canary("e0", CANARY, [-1.0], [1])
+
+
 @pytest.mark.parametrize("scores", [[-1.0, -2.0003], [-1.0, math.nan], [math.nan, -2.0], [-1.0], [-1.0, -2.0, -3.0]])
 def test_other_weights_damaged_weights_and_missing_scores_fail(scores: list[float]) -> None:
     with pytest.raises(CanaryFailed, match="e0"):

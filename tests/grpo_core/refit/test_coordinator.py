@@ -224,6 +224,8 @@ def test_bug_of_ours_ends_the_refit_with_the_engines_resumed(pool: list[FakeEngi
         def pause(self, mode: str, clear_cache: bool, deadline_seconds: float) -> None:
             super().pause(mode, clear_cache, deadline_seconds)
             if self.name == "e1":
+                while not all("/pause" in engine.calls for engine in pool):
+                    time.sleep(0.001)
                 raise ZeroDivisionError
 
     pool[2].faults.append(Fault("/pause", "delay", seconds=0.3))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ import aiohttp
 import pytest
 import torch
 
-from grpo_core.refit.adapters import Adapter, refit_adapter
+from grpo_core.refit.adapters import Adapter, Base, engines_without_base, refit_adapter
 from grpo_core.refit.control import EngineAddress, EngineControl
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, refit_weights
 from grpo_core.refit.store import StoreAddress, StoreTransfer
 from grpo_core.rollout.engine import EngineClient
-from grpo_core.trajectory import Stamp, Turn
+from grpo_core.trajectory import Stamp, Turn, VersionSpan
 from storage import layout
 from storage.objects import ObjectStore
 from tests.grpo_core.refit.real import SETTINGS, Sampling, canary_of, logprobs_of, randomise, weights_of
@@ -142,34 +144,63 @@ def merged(model: Any, adapter: Adapter) -> Any:
     return model
 
 
-def test_adapters_are_versions_that_requests_name(stage: Stage) -> None:
-    stage.refit(stage.transfer(), Stamp(5, 0))
-    engine = EngineControl(EngineAddress("e0", stage.engine.url))
+PROMPT = [5, 6, 7, 8]
 
-    async def ask(stamp: str) -> Turn:
+
+def ask(stage: Stage, stamp: str, tokens: int) -> Turn:
+    """A turn of the adapter called `stamp`."""
+
+    async def generate() -> Turn:
         async with aiohttp.ClientSession() as session:
             client = EngineClient(stage.engine.url, session=session, adapters=True)
             return await client.generate(
-                [5, 6, 7, 8], request_id=f"adapter {stamp}", sampling=Sampling(), max_tokens=8, seed=3, stop_token_ids=[],
+                PROMPT, request_id=f"adapter {stamp} {tokens}", sampling=Sampling(), max_tokens=tokens, seed=3, stop_token_ids=[],
                 cache_salt=stamp, deadline_seconds=120,
             )  # fmt: skip
 
-    for version in range(1, 5):
+    return asyncio.run(generate())
+
+
+def assert_sampled_by(policy: Any, turn: Turn, stamp: Stamp) -> None:
+    """Every token is of this version, and as likely as its policy says."""
+    assert turn.spans == (VersionSpan(stamp.attempt, stamp.version, 0, len(turn.output_ids)),)
+    own = logprobs_of(policy, [*PROMPT, *turn.output_ids])[len(PROMPT) - 1 :]
+    assert max(abs(a - b) for a, b in zip(own, turn.logprobs, strict=True)) <= 1e-4
+
+
+def test_adapters_are_versions_that_requests_name(stage: Stage) -> None:
+    """The base is moved once, each version while the engine is busy; a long request ends under the one it began with."""
+    address = EngineAddress("e0", stage.engine.url)
+    engine, transfer = EngineControl(address), stage.transfer()
+    policies: dict[int, Any] = {}
+
+    def refit(version: int) -> RefitResult:
         adapter = adapter_of(stage.model, seed=50 + version)
-        policy = merged(stage.model, adapter)
+        policies[version] = merged(stage.model, adapter)
         result = refit_adapter(
             adapter,
-            [EngineAddress("e0", stage.engine.url)],
+            [address],
             Stamp(5, version),
             stage.adapters,
             SETTINGS,
-            canary=canary_of(policy),
+            canary=canary_of(policies[version]),
+            base=Base(weights_of(stage.model), engines_without_base([address], 5, 30), transfer),
         )
-        assert result.broken == ()
-        assert result.canary["e0"] <= 1e-4
-        turn = asyncio.run(ask(f"5.{version}"))
-        assert [(span.attempt, span.version, span.start, span.end) for span in turn.spans] == [(5, version, 0, 8)]
-        own = logprobs_of(policy, [5, 6, 7, 8, *turn.output_ids])[3:]
-        assert max(abs(a - b) for a, b in zip(own, turn.logprobs, strict=True)) <= 1e-4
-    assert sorted(engine.adapters(30)) == ["5.3", "5.4"]
-    assert sorted(path.name for path in stage.adapters.iterdir()) == ["5.3", "5.4"]
+        assert result.broken == () and result.canary["e0"] <= 1e-4
+        return result
+
+    randomise(stage.model, seed=5)
+    assert "pause" in refit(1).seconds
+    with ThreadPoolExecutor(1) as background:
+        long = background.submit(ask, stage, "5.1", 1500)
+        while "5.1" not in engine.adapters_in_use(30):
+            time.sleep(0.01)
+        for version in (2, 3, 4):
+            assert "pause" not in refit(version).seconds
+            assert_sampled_by(policies[version], ask(stage, f"5.{version}", 8), Stamp(5, version))
+        assert not long.done()
+        assert sorted(engine.adapters(30)) == ["5.1", "5.3", "5.4"]
+        assert_sampled_by(policies[1], long.result(), Stamp(5, 1))
+    refit(5)
+    assert sorted(engine.adapters(30)) == ["5.4", "5.5"]
+    assert sorted(path.name for path in stage.adapters.iterdir()) == ["5.4", "5.5"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_core.config import RunConfig
-from grpo_core.refit.backends import store_address, transfer_of
+from grpo_core.refit.backends import adapter_directory, store_address, transfer_of
 from grpo_core.refit.control import EngineAddress, EngineControl
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, refit_weights
 from grpo_core.refit.gloo import GlooTransfer
@@ -195,3 +195,13 @@ def test_each_backend_has_its_transfer(store: ObjectStore, tmp_path: Path) -> No
     address = store_address(RunConfig(run_id="r"), store)
     assert address.url == str(store.local_path(""))
     assert "weights/r-" in address.shelf
+
+
+def test_a_run_has_a_directory_of_its_own_for_its_adapters(tmp_path: Path) -> None:
+    here, there = (ObjectStore.open(str(tmp_path / name)) for name in ("a", "b"))
+    chosen = RunConfig.model_validate(
+        {"run_id": "r", "model": {"lora": {}}, "refit": {"adapter_only": True, "adapter_directory": str(tmp_path)}}
+    )
+    assert adapter_directory(chosen, here).parent == tmp_path
+    assert adapter_directory(chosen, here) != adapter_directory(chosen, there)
+    assert adapter_directory(RunConfig(run_id="r"), here).parent == Path("~/.cache/forebay/adapters").expanduser()

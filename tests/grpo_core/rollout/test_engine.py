@@ -14,7 +14,14 @@ import aiohttp
 import pytest
 
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable, InvalidGeneration, parse_metrics
-from grpo_core.rollout.wire import generate_request, parse_scores, parse_spans, parse_turns
+from grpo_core.rollout.wire import (
+    generate_request,
+    next_token_request,
+    parse_next_token,
+    parse_scores,
+    parse_spans,
+    parse_turns,
+)
 from grpo_core.trajectory import Turn, VersionSpan
 from tests.fake_engine import GENERATE, FakeEngine, Fault
 
@@ -328,3 +335,24 @@ def test_scores_of_damaged_weights_are_nan() -> None:
     scores = parse_scores(answer, [1, 2, 3])
     assert math.isnan(scores[0])
     assert scores[1] == -1.5
+
+
+def test_a_next_token_request_is_one_step_of_ordinary_generation() -> None:
+    request = next_token_request([1, 2, 3], "salt", model="1.7")
+    sampling = request["sampling_params"]
+    assert (request["model"], request["token_ids"], sampling["max_tokens"]) == ("1.7", [1, 2], 1)
+    assert sampling["logprob_token_ids"] == [3, 3] and sampling["logprobs"] == 2
+    assert "prompt_logprobs" not in sampling
+
+
+def test_the_log_prob_of_a_next_token_is_the_wanted_ones_and_not_the_sampled_ones() -> None:
+    def answer(*entries: tuple[int, float | None]) -> dict[str, Any]:
+        top = [{"token_id": token, "logprob": logprob} for token, logprob in entries]
+        return {"choices": [{"logprobs": {"content": [{"token_id": 9, "logprob": -5.0, "top_logprobs": top}]}}]}
+
+    assert parse_next_token(answer((9, -5.0), (3, -0.25)), 3) == -0.25
+    assert math.isnan(parse_next_token(answer((3, -9999.0)), 3))
+    assert math.isnan(parse_next_token(answer((3, None)), 3))
+    for damaged in (answer((9, -5.0)), {"choices": []}, {}):
+        with pytest.raises(InvalidGeneration, match="no log-prob for token 3"):
+            parse_next_token(damaged, 3)

@@ -128,7 +128,10 @@ def test_a_turn_of_an_adapter_is_of_the_version_it_named(engine: FakeEngine) -> 
     engine.adapters["1.7"] = "/adapters/1.7"
     turn = generate(engine, salt="1.7", adapters=True)
     assert turn.spans == (VersionSpan(1, 7, 0, 5),)
-    with pytest.raises(EngineRejected, match=r"`1\.8` does not exist"):
+
+
+def test_an_engine_that_has_lost_its_adapter_is_lost_and_not_the_request_wrong(engine: FakeEngine) -> None:
+    with pytest.raises(EngineUnavailable, match=r"`1\.8` does not exist"):
         generate(engine, salt="1.8", adapters=True)
 
 

@@ -65,25 +65,37 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
 
-def config(**generation: Any) -> RunConfig:
-    values = {
-        "run_id": "r",
+def config(**sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, dict[str, Any]] = {
         "grpo": {"num_generations_per_prompt": 4},
-        "generation": {"max_completion_length": 6, "request_timeout_seconds": 5, **generation},
+        "generation": {"max_completion_length": 6, "request_timeout_seconds": 5},
         "model": {"context_length": 64},
         "pool": {"kind": "local", "start_timeout_seconds": 1},
     }
-    return parse(values, where="test")
+    for section, keys in sections.items():
+        values[section] = {**values.get(section, {}), **keys}
+    return parse({"run_id": "r", **values}, where="test")
+
+
+def pool_of(engines: list[FakeEngine]) -> Pool:
+    """All of them carry version 1.4."""
+    pool = Pool()
+    for number, engine in enumerate(engines):
+        pool.join(f"e{number}", engine.url)
+    pool.live(Stamp(1, 4), tuple(f"e{number}" for number in range(len(engines))))
+    return pool
 
 
 def make(
     chat: Chat, engines: list[FakeEngine], prompt: Prompt = PROMPT, rewards: Rewards | None = None, **generation: Any
 ) -> list[dict[str, Any]]:
-    pool = Pool()
-    for number, engine in enumerate(engines):
-        pool.join(f"e{number}", engine.url)
-    pool.live(Stamp(1, 4), tuple(f"e{number}" for number in range(len(engines))))
-    generator = Generator(config(**generation), chat, pool, rewards or Rewards())  # type: ignore[arg-type]
+    return run_group(config(generation=generation), chat, pool_of(engines), prompt, rewards)
+
+
+def run_group(
+    config: RunConfig, chat: Chat, pool: Pool, prompt: Prompt = PROMPT, rewards: Rewards | None = None
+) -> list[dict[str, Any]]:
+    generator = Generator(config, chat, pool, rewards or Rewards())  # type: ignore[arg-type]
 
     async def run() -> list[dict[str, Any]]:
         async with aiohttp.ClientSession() as session:
@@ -144,6 +156,29 @@ def test_a_failed_request_is_tried_again(chat: Chat, engines: list[FakeEngine], 
     rows = make(chat, engines)
     assert [row["status"] for row in rows] == [OK] * 4
     assert sum(engine.calls.count(GENERATE) for engine in engines) in (2, 3)
+
+
+def test_a_turn_on_an_old_salt_is_made_again_by_the_same_engine_at_once(chat: Chat, engines: list[FakeEngine]) -> None:
+    """A refit came between salt and answer, which is nobody's fault."""
+    engines[0].faults.append(Fault(GENERATE, "wrong_version", version="1.3"))
+    kept = {"async_grpo": {"recompute_kv_cache_after_weight_updates": False}}
+    pool = pool_of(engines)
+    rows = run_group(config(grpo=kept), chat, pool)
+    assert [row["status"] for row in rows] == [OK] * 4
+    assert [engine.calls.count(GENERATE) for engine in engines] == [2, 0]
+    assert [member.rests_until for member in pool.members()] == [0.0, 0.0]
+
+
+def test_with_adapters_the_request_names_the_live_one_and_an_engine_without_it_is_left_for_another(
+    chat: Chat, engines: list[FakeEngine]
+) -> None:
+    engines[1].adapters["1.4"] = "there"
+    adapted = {"model": {"lora": {}}, "refit": {"adapter_only": True}}
+    rows = run_group(config(**adapted), chat, pool_of(engines))
+    assert [row["status"] for row in rows] == [OK] * 4
+    assert [engine.calls.count(GENERATE) for engine in engines] == [1, 1]
+    assert all(body["model"] == "1.4" for engine in engines for path, body in engine.bodies if path == GENERATE)
+    assert {(span["attempt"], span["version"]) for row in rows for span in row["version_spans"]} == {(1, 4)}
 
 
 def test_a_group_whose_budget_is_spent_is_a_tombstone(chat: Chat, engines: list[FakeEngine]) -> None:

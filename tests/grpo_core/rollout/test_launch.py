@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.rollout.launch import EngineSpec, LaunchError, engine_command
+from grpo_core.config import MOST_ADAPTER_RANK
+from grpo_core.rollout.launch import ADAPTER_RANKS, EngineSpec, LaunchError, engine_command
 
 CPU = EngineSpec(
     model="/models/tiny",
@@ -114,9 +115,16 @@ def test_engines_that_fetch_from_the_store_can_be_asked_how_far_they_are() -> No
     assert "--worker-extension-cls" not in engine_command(CPU, {}).arguments
 
 
-def test_engine_for_adapters_may_load_them_while_it_runs() -> None:
-    command = engine_command(replace(CPU, lora_rank=16), {})
+@pytest.mark.parametrize(("rank", "room"), [(1, "1"), (4, "8"), (16, "16"), (300, "320"), (512, "512")])
+def test_engine_for_adapters_may_load_them_while_it_runs(rank: int, room: str) -> None:
+    command = engine_command(replace(CPU, lora_rank=rank), {})
     assert "--enable-lora" in command.arguments
-    assert value(command.arguments, "--max-lora-rank") == "16"
+    assert value(command.arguments, "--max-lora-rank") == room
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_command(CPU, {}).environment
+
+
+def test_an_adapter_wider_than_engines_have_room_for_is_refused() -> None:
+    assert ADAPTER_RANKS[-1] == MOST_ADAPTER_RANK, "the config and the engines disagree"
+    with pytest.raises(LaunchError, match="lora_rank 513 is above 512"):
+        engine_command(replace(CPU, lora_rank=513), {})

@@ -28,7 +28,7 @@ from grpo_core.objective.losses import Denominators
 from grpo_core.training import checkpoint
 from grpo_core.training.batch import Batch, Row
 from grpo_core.training.feed import FILLER_ROW
-from grpo_core.training.lora import gather_adapters, gather_merged
+from grpo_core.training.lora import gather_adapters, gather_base, gather_merged
 from grpo_core.training.model import Policy, load_language_model, load_policy, logprobs_of, shard
 from grpo_core.training.optimizer import make_optimizer
 from grpo_core.training.planning import TrainedGroup, plan_step
@@ -394,8 +394,11 @@ def adapted(directory: Path, output: Path) -> dict[str, Any]:
     merged = gather_merged(model, dtype=torch.float32, device="cpu", keep=first)
     adapters = gather_adapters(model, dtype=torch.float32, device="cpu", keep=first)
     keep(output / "merged.npz", {name: tensor.numpy() for name, tensor in merged})
-    keep(output / "adapters.npz", {name: tensor.numpy() for name, tensor in adapters})
-    return {"kept": [len(merged), len(adapters)], "logprobs": learner.logprobs(row).tolist()}
+    factors = {f"{name}.{letter}": tensor for name, pair in adapters.items() for letter, tensor in zip("AB", pair)}
+    keep(output / "adapters.npz", {name: tensor.numpy() for name, tensor in factors.items()})
+    base = gather_base(model, dtype=torch.float32, device="cpu", keep=first)
+    keep(output / "base.npz", {name: tensor.numpy() for name, tensor in base})
+    return {"kept": [len(merged), len(adapters), len(base)], "logprobs": learner.logprobs(row).tolist()}
 
 
 def leave_the_group(directory: Path, said: Path, how: str) -> str:

@@ -302,6 +302,72 @@ def test_between_refits_a_late_engine_waits_for_the_next_version(stage: Stage) -
     assert [engine.name for engine in stage.commands[4].engines] == ["e0", "e1"]
 
 
+def test_an_engine_whose_groups_come_back_foreign_is_refitted_again(stage: Stage) -> None:
+    """It says that it carries our weights, and samples from others: a dead attempt reached it once more, or it restarted."""
+    stage.steps = 1
+    stage.engine(1, "e1")
+    calls: list[int] = []
+
+    def waiting() -> None:
+        if not stage.kinds():
+            return
+        calls.append(1)
+        if len(calls) == 1:
+            stage.run.whole(group(0, engine="e1", attempt=7), group(1, engine="e0"))
+        if stage.kinds().count("Refit") == 2:
+            stage.waiting = lambda: None
+            stage.run.whole(group(2, engine="e1"))
+
+    stage.waiting = waiting
+    stage.conduct()
+    refits = [command for command in stage.commands if isinstance(command, Refit)][:2]
+    assert [command.stamp for command in refits] == [Stamp(1, 0)] * 2
+    assert [[engine.name for engine in command.engines] for command in refits] == [["e0", "e1"], ["e1"]]
+    assert stage.decided()[0] == ("returned", "foreign version")
+
+
+def test_what_an_engine_was_asked_before_its_refit_does_not_tell_against_it(stage: Stage) -> None:
+    straggler = stage.run.lease(0)
+    stage.run.whole(group(1), group(2))
+    looks: list[int] = []
+
+    def waiting() -> None:
+        if stage.kinds()[-1:] == ["Save"]:
+            looks.append(1)
+            if len(looks) == 1:
+                stage.run.arrive(straggler, group(0, attempt=7), last=True)
+            if len(looks) == 5:
+                stage.waiting = lambda: None
+                stage.run.whole(group(3), group(4))
+
+    stage.waiting = waiting
+    stage.conduct()
+    assert stage.kinds() == ["Refit", "Step", "Refit", "Save", "Step", "Refit", "Save"]
+    assert stage.decided()[0] == ("returned", "foreign version")
+
+
+def test_groups_of_a_dead_attempt_do_not_tell_against_an_engine_of_this_one(stage: Stage, tmp_path: Path) -> None:
+    part = stage.run.whole(group(0, attempt=7), group(1))
+    stage.run.feed.poll()
+    frontier = Frontier.resume(stage.run.feed.frontier.checkpoint())
+    second = Stage(Run.start(tmp_path / "store", parent=(1, 1), frontier=frontier), done=1, steps=2)
+    second.run.feed.restore([part], [0, 1])
+    second.engine(0, "e0")
+    second.run.lease(3)
+    looks: list[int] = []
+
+    def waiting() -> None:
+        if second.kinds()[-1:] == ["Refit"]:
+            looks.append(1)
+            if len(looks) == 5:
+                second.waiting = lambda: None
+                second.run.whole(group(2, attempt=2, versions=(1,)))
+
+    second.waiting = waiting
+    second.conduct()
+    assert second.kinds() == ["Refit", "Step", "Refit", "Save"]
+
+
 def test_the_report_names_every_engine_that_ever_broke(stage: Stage) -> None:
     """It is overwritten, and whoever reads it may be busy for several refits."""
     stage.run.whole(*(group(ordinal) for ordinal in range(4)))

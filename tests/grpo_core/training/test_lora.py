@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
-from safetensors.torch import save_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_core.config import LoRAConfig
+from grpo_core.refit.adapters import Adapter, write_adapter
 from grpo_core.training.lora import add_adapters, gather_adapters, gather_merged, is_adapter, without_adapters
 from tests.grpo_core import tiny
 from tests.grpo_core.training import ranks
@@ -54,21 +54,24 @@ def test_merged_weights_are_those_of_a_plain_model(policy: Path, outcomes: dict,
     assert logprobs(model) == pytest.approx(answers[0]["logprobs"], abs=1e-5)
     changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
-    assert answers[-1]["kept"] == ([len(merged), 8] if world == 1 else [0, 0])
+    assert answers[-1]["kept"] == ([len(merged), 4, len(merged)] if world == 1 else [0, 0, 0])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_base_stays_that_of_the_plain_model(policy: Path, outcomes: dict, world: int) -> None:
+    base = load(outcomes[world][1] / "base.npz")
+    plain = dict(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).named_parameters())
+    assert base.keys() >= plain.keys()
+    assert all(torch.equal(base[name], weight) for name, weight in plain.items())
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_adapters_leave_as_a_file_that_peft_reads(policy: Path, outcomes: dict, world: int, tmp_path: Path) -> None:
     answers, directory = outcomes[world]
-    save_file(load(directory / "adapters.npz"), tmp_path / "adapter_model.safetensors")
-    LoraConfig(
-        r=4,
-        lora_alpha=16,
-        target_modules=["q_proj", "down_proj"],
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(policy),
-    ).save_pretrained(tmp_path)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), tmp_path)
+    factors = load(directory / "adapters.npz")
+    layers = {name[:-2]: (factor, factors[f"{name[:-2]}.B"]) for name, factor in factors.items() if name.endswith(".A")}
+    path = write_adapter(Adapter(layers, 4, 16.0, str(policy)), tmp_path / "1.2")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), path)
     assert logprobs(model) == pytest.approx(answers[0]["logprobs"], abs=1e-5)
 
 
@@ -115,4 +118,4 @@ def test_a_model_without_adapters_leaves_as_it_is(policy: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     merged = dict(gather_merged(model, dtype=torch.float32, device="cpu", keep=True))
     assert merged.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
-    assert gather_adapters(model, dtype=torch.float32, device="cpu", keep=True) == []
+    assert gather_adapters(model, dtype=torch.float32, device="cpu", keep=True) == {}
