@@ -59,6 +59,11 @@ class Evaluation:
         ]
         return f"held-out reward of version {self.version}: " + ", ".join(parts)
 
+    def metrics(self) -> dict[str, float]:
+        """Means and their standard errors, by the names of the registry."""
+        means = {f"evaluation/{mode}": score.mean for mode, score in self.scores.items()}
+        return means | {f"evaluation_error/{mode}": score.error for mode, score in self.scores.items()}
+
 
 def evaluate(
     generator: Generator, rows: Sequence[Row], store: ObjectStore, *, attempt: int, version: int

@@ -52,11 +52,18 @@ from grpo_core.config.operation import (
     ExternalPool,
     LocalPool,
     LoggingConfig,
+    MetricSink,
+    MlflowSink,
+    PrometheusSink,
     RefitConfig,
     StorageConfig,
+    TensorBoardSink,
+    TrackioSink,
     TrainingConfig,
+    WandbSink,
 )
 from grpo_core.config.section import Section
+from grpo_core.metrics import EVALUATION_PREFIX, UnknownMetric, metric
 
 __all__ = [
     "ENVIRONMENT_SOURCE",
@@ -75,11 +82,14 @@ __all__ = [
     "LoRAConfig",
     "LocalPool",
     "LoggingConfig",
+    "MetricSink",
+    "MlflowSink",
     "ModelConfig",
     "NoEnvironment",
     "ObjectiveConfig",
     "OptimizerConfig",
     "PackingConfig",
+    "PrometheusSink",
     "PythonEnvironment",
     "ReasoningGymData",
     "ReasoningGymEnvironment",
@@ -92,9 +102,12 @@ __all__ = [
     "SmolLM2Model",
     "StorageConfig",
     "StreamData",
+    "TensorBoardSink",
     "TinyModel",
+    "TrackioSink",
     "TrainingConfig",
     "VerifiersEnvironment",
+    "WandbSink",
     "WarmStart",
 ]
 
@@ -158,11 +171,31 @@ class RunConfig(Section):
                 f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
                 f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
             )
+        if fault := self._metric_fault():
+            raise ValueError(fault)
         if fault := self._rollout_fault():
             raise ValueError(fault)
         if fault := self._refit_fault():
             raise ValueError(fault)
         return self
+
+    def _metric_fault(self) -> str | None:
+        """Why no step could ever have the metric that ranks checkpoints."""
+        name = self.checkpointing.metric_name
+        if name.startswith(EVALUATION_PREFIX):
+            return None
+        try:
+            found = metric(name)
+        except UnknownMetric:
+            return f"checkpointing.metric_name={name} is not a metric; docs/metrics.md lists them"
+        if found.scope != "step":
+            return f"checkpointing.metric_name={name} is not measured by a step; choose one that docs/metrics.md lists for steps"
+        source = name.removeprefix("reward/")
+        if source != name and source not in self.reward_weights:
+            return (
+                f"checkpointing.metric_name={name} names no source of reward; they are {', '.join(self.reward_weights)}"
+            )
+        return None
 
     def _rollout_fault(self) -> str | None:
         """Why groups could not be made, or not be scored, as configured."""
