@@ -35,7 +35,7 @@ def test_uninterrupted_run_accounts_for_every_ordinal(finished: RunDriver) -> No
 
 
 def test_every_figure_of_every_step_is_in_the_store_under_a_name_of_the_registry(finished: RunDriver) -> None:
-    files = f"{finished.directory}/store/**/metrics/**/*.parquet"
+    files = f"{finished.directory}/store/*/metrics/**/*.parquet"
     rows = duckdb.sql(f"SELECT step, name, value FROM '{files}' WHERE attempt = 1").fetchall()
     for number in range(1, 7):
         footer = read_ledger_footer(finished.store, LedgerName(1, number))

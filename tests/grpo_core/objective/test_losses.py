@@ -194,16 +194,16 @@ def test_clip_metrics_count_only_tokens_that_the_clip_holds() -> None:
 
 
 def test_extremes_are_those_of_trained_tokens_and_whole_sequences() -> None:
-    batch = Batch.draw([5, 8, 13], seed=3)
+    batch = Batch.draw([5, 8, 13, 6, 9, 7], seed=3)
     poisoned = replace(batch, logprobs=torch.where(batch.mask, batch.logprobs, math.nan))
-    found = poisoned.extremes(Objective())
+    found = poisoned.extremes(Objective(epsilon=0.02, epsilon_high=0.02))
     trained = batch.mask
     ratios = (batch.logprobs - batch.old_logprobs)[trained].exp()
     assert (found["ratio_min"], found["ratio_max"]) == pytest.approx((float(ratios.min()), float(ratios.max())))
-    held = torch.where(batch.advantages[trained] < 0, ratios < 0.8, torch.zeros_like(ratios) > 1)
-    above = torch.where(batch.advantages[trained] > 0, ratios > 1.2, torch.zeros_like(ratios) > 1)
+    held = torch.where(batch.advantages[trained] < 0, ratios < 0.98, torch.zeros_like(ratios) > 1)
+    above = torch.where(batch.advantages[trained] > 0, ratios > 1.02, torch.zeros_like(ratios) > 1)
     ids = batch.sequence_ids[trained]
-    shares = [[float(side[ids == number].double().mean()) for number in range(3)] for side in (held, above)]
+    shares = [[float(side[ids == number].double().mean()) for number in range(6)] for side in (held, above)]
     assert found["clip_ratio/low_min"] == pytest.approx(min(shares[0]))
     assert found["clip_ratio/high_max"] == pytest.approx(max(shares[1])) and max(shares[1]) > 0
     assert found["ratio_clamped_max"] <= found["ratio_max"]
