@@ -275,8 +275,8 @@ class Pipeline:
     def _show(self, attempt: Attempt | None, phase: str) -> None:
         """Refresh the view and our sign of life, about once a second."""
         moment = time.monotonic()
-        held_back = attempt is not None and attempt.leasing.held_back
-        self._meter.sample(moment, busy=self._router.load() > 0, held_back=held_back)
+        full = attempt is not None and attempt.leasing.window_full
+        self._meter.sample(moment, busy=self._router.load() > 0, window_full=full)
         if moment - self._shown < self._config.logging.progress_seconds:
             return
         self._shown = moment

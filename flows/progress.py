@@ -50,13 +50,13 @@ class Meter:
     def tokens(self, count: int, now: float) -> None:
         self._add(self._tokens, now, count)
 
-    def sample(self, now: float, *, busy: bool, held_back: bool = False) -> None:
-        """Whether any request is in flight, and whether the window has no room; the time since the last sample counts
-        as such."""
+    def sample(self, now: float, *, busy: bool, window_full: bool = False) -> None:
+        """Whether any request is in flight, and if not, whether that is because the window has no room; the time since
+        the last sample counts as such."""
         self._began = now if self._began is None else self._began
         passed = 0.0 if self._sampled is None else now - self._sampled
         self._add(self._engine, now, passed if busy else 0.0)
-        self._add(self._held, now, passed if held_back else 0.0)
+        self._add(self._held, now, passed if window_full and not busy else 0.0)
         self._sampled = now
 
     def step(self, footer: LedgerFooter, now: float) -> None:

@@ -209,7 +209,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("pool/preemptions", "requests", SUM, "requests evicted between the last two looks", scope="flow"),
     Metric("pool/prefix_hit_rate", "share", RATIO, "prompt tokens found in a cache between the last two looks", scope="flow"),
     Metric("pool/utilisation", "share", RATIO, "time of the last minute with a request in flight", scope="flow"),
-    Metric("pool/held_back", "share", RATIO, "time of the last minute in which the window had no room for another lease", "rollout/backpressure_s", "efficiency/idle/buffer_full_backoff efficiency/idle/generation_limit_pause rollout/idle_s", scope="flow"),
+    Metric("pool/held_back", "share", RATIO, "time of the last minute without a request in flight because the window had no room for another lease", "rollout/backpressure_s", "efficiency/idle/buffer_full_backoff efficiency/idle/generation_limit_pause rollout/idle_s", scope="flow"),
     Metric("pool/tokens_per_second", "tokens/s", RATIO, "tokens generated in the last minute", "rollout/generated_tok_s", "performance/generation_tokens_per_sec performance/generation_tokens_per_sec_per_gpu", scope="flow"),
     # Evaluations, at the step whose weights they judge.
     Metric("evaluation/*", "reward", RATIO, "mean reward of the held-out split in a mode: sampled, greedy", "", "validation/accuracy", scope="evaluation"),

@@ -27,6 +27,14 @@ def test_engine_utilisation_counts_the_time_between_busy_samples() -> None:
     assert meter.engine_utilisation(4.0) == pytest.approx(0.5)
 
 
+def test_idle_time_is_the_windows_doing_only_while_it_is_full() -> None:
+    meter = Meter()
+    samples = ((0.0, False, False), (1.0, True, True), (2.0, False, True), (3.0, False, False), (4.0, False, True))
+    for moment, busy, full in samples:
+        meter.sample(moment, busy=busy, window_full=full)
+    assert meter.metrics(4.0) == {"pool/utilisation": 0.25, "pool/held_back": 0.5, "pool/tokens_per_second": 0.0}
+
+
 def test_trainer_utilisation_and_pace_come_from_the_ledger() -> None:
     meter = Meter()
     meter.sample(0.0, busy=False)
