@@ -43,6 +43,7 @@ class Evaluating:
         generator: Generator,
         control: Control,
         stopped: Callable[[], bool],
+        publish: Callable[[Evaluation], None],
     ) -> None:
         self._config = config
         self._store = store
@@ -51,6 +52,7 @@ class Evaluating:
         self._generator = generator
         self._control = control
         self._stopped = stopped
+        self._publish = publish
         self._agenda = Agenda.of(config.evaluation, config.refit)
         self._running: tuple[int, Dispatched[Evaluation]] | None = None
         chain, every = living_chain(store), config.refit.every_steps
@@ -101,6 +103,7 @@ class Evaluating:
             self._control.warn(f"the evaluation of version {version} begins again: {outage}")
             return
         self._control.say(self.newest.line())
+        self._publish(self.newest)
         self._heed_goal(goal_of([self.newest], self._config))
 
     def _note_overtaken(self, live: int) -> None:

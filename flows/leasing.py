@@ -28,7 +28,8 @@ from storage.pool import RefitRecord, read_refit
 
 
 class Leasing:
-    """The leases of one attempt. `live` is the newest version that the whole pool carries, None before the first."""
+    """The leases of one attempt. `live` is the newest version that the whole pool carries, None before the first;
+    `window_full` says whether the window had no room for another lease when one was last asked for."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Leasing:
         self._supply = Supply.of(prompts_per_step=window.prompts_per_step, ceiling=window.most_open)
         self._suspects = Suspects()
         self.live: RefitRecord | None = None
+        self.window_full = False
         self.newest: LedgerFooter | None = None
 
     def heed(self, inquest: Inquest) -> None:
@@ -128,6 +130,7 @@ class Leasing:
         if self.live is None:
             return None
         room = self._room(self.live.version)
+        self.window_full = room is None
         if room is None:
             return None
         target_step, count = room

@@ -24,8 +24,11 @@ from flows.inquest import hold_inquest
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, newest_checkpoint
+from flows.sinks.sinks import Sinks
 from flows.supervise import Child, ChildFailed
 from flows.trainer import gave_up, start_trainer, trainer_failure
+from grpo_core.evaluation import Evaluation
+from grpo_core.metrics import finite
 from grpo_core.prompts import Prompts
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import Pool
@@ -34,6 +37,7 @@ from storage import layout
 from storage.attempts import AttemptClaim, Fence
 from storage.checkpoints import Manifest
 from storage.errors import ObjectMissing, StorageError
+from storage.metrics import Point
 from storage.trajectories import TrajectoryStore
 
 # A trainer that dies twice within this time has a fault that a third start would only repeat.
@@ -70,6 +74,7 @@ class Pipeline:
         router: Pool,
         control: Control,
         logs: Path,
+        sinks: Sinks,
     ) -> None:
         self._run = run
         self._config = run.config
@@ -77,6 +82,7 @@ class Pipeline:
         self._engines = engines
         self._router = router
         self._logs = logs
+        self._sinks = sinks
         self._prompts = prompts
         self._generator = generator
         self._meter = Meter()
@@ -175,6 +181,7 @@ class Pipeline:
             generator=self._generator,
             control=self._control,
             stopped=dispatcher.stop.is_set,
+            publish=self._publish_evaluation,
         )
         self._engines.begin_attempt()
         trainer = start_trainer(self._run, claim.attempt, policy, self._logs)
@@ -216,6 +223,7 @@ class Pipeline:
         for footer in attempt.leasing.observe():
             self._meter.step(footer, time.monotonic())
             self._history.append({"step": float(footer.name.step), **footer.metrics})
+            self._publish(attempt, footer.name.step, finite(footer.metrics) | self._pool_metrics())
             # The checkpoint of a step is committed after its ledger, so it is there by the time of the next step.
             if self._origin is not None and (footer.name.step - 1) % self._config.checkpointing.save_period == 0:
                 record_progress(self._run, self._origin)
@@ -225,6 +233,16 @@ class Pipeline:
         if self._run.window.stale_policy == "drop":
             # Their groups would only be returned; the engines have better things to do.
             self._engines.cancel_begun_before(self._run.window.oldest_version(attempt.leasing.steps_done + 1))
+
+    def _publish(self, attempt: Attempt, step: int, metrics: dict[str, float]) -> None:
+        version = step // self._config.refit.every_steps
+        self._sinks.publish(Point(attempt.claim.attempt, step, version, time.time(), metrics))
+
+    def _publish_evaluation(self, found: Evaluation) -> None:
+        self._sinks.publish(Point(found.attempt, found.step, found.version, time.time(), found.metrics()))
+
+    def _pool_metrics(self) -> dict[str, float]:
+        return self._meter.metrics(time.monotonic()) | self._engines.metrics()
 
     def _replace_broken(self, attempt: Attempt) -> None:
         """Engines that the trainer found broken in a refit must not be used again."""
@@ -244,7 +262,8 @@ class Pipeline:
     def _show(self, attempt: Attempt | None, phase: str) -> None:
         """Refresh the view and our sign of life, about once a second."""
         moment = time.monotonic()
-        self._meter.engines(self._router.load() > 0, moment)
+        full = attempt is not None and attempt.leasing.window_full
+        self._meter.sample(moment, busy=self._router.load() > 0, window_full=full)
         if moment - self._shown < self._config.logging.progress_seconds:
             return
         self._shown = moment
@@ -286,7 +305,7 @@ class Pipeline:
             buffered=counts.buffered if counts is not None else 0,
             eta_seconds=None if pace is None else pace * (steps - step),
             elapsed_seconds=moment - self._began,
-            metrics=(self._history[-1] if self._history else {}) | self._engines.metrics(),
+            metrics=(self._history[-1] if self._history else {}) | self._pool_metrics(),
             history=tuple(self._history),
             evaluation=attempt.evaluating.newest if attempt is not None else None,
         )

@@ -45,6 +45,7 @@ class Meter:
         self._lock = threading.Lock()
         self._tokens: deque[tuple[float, float]] = deque()
         self._engine: deque[tuple[float, float]] = deque()
+        self._held: deque[tuple[float, float]] = deque()
         self._steps: deque[tuple[float, float]] = deque()
         self._began: float | None = None
         self._sampled: float | None = None
@@ -52,10 +53,13 @@ class Meter:
     def tokens(self, count: int, now: float) -> None:
         self._add(self._tokens, now, count)
 
-    def engines(self, busy: bool, now: float) -> None:
-        """Sample whether any request is in flight; the time since the last sample counts as such."""
+    def sample(self, now: float, *, busy: bool, window_full: bool = False) -> None:
+        """Whether any request is in flight, and if not, whether that is because the window has no room; the time since
+        the last sample counts as such."""
         self._began = now if self._began is None else self._began
-        self._add(self._engine, now, (now - self._sampled) if busy and self._sampled is not None else 0.0)
+        passed = 0.0 if self._sampled is None else now - self._sampled
+        self._add(self._engine, now, passed if busy else 0.0)
+        self._add(self._held, now, passed if window_full and not busy else 0.0)
         self._sampled = now
 
     def step(self, footer: LedgerFooter, now: float) -> None:
@@ -83,6 +87,14 @@ class Meter:
 
     def engine_utilisation(self, now: float) -> float:
         return min(1.0, self._rate(self._engine, now))
+
+    def metrics(self, now: float) -> dict[str, float]:
+        """What it knows of the pool, by the names of the registry."""
+        return {
+            "pool/utilisation": self.engine_utilisation(now),
+            "pool/held_back": min(1.0, self._rate(self._held, now)),
+            "pool/tokens_per_second": self.tokens_per_second(now),
+        }
 
     def seconds_per_step(self, now: float) -> float | None:
         """Over the last minute; None before two steps."""

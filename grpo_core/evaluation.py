@@ -20,7 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpo_core.config import EVALUATION_METRICS, RunConfig
+from grpo_core.config import RunConfig
+from grpo_core.metrics import EVALUATION_PREFIX
 from storage import layout, schema
 from storage.attempts import Link, living_chain
 from storage.checkpoints import Manifest
@@ -66,6 +67,11 @@ class Evaluation:
         note = f"; {self.purity:.0%} of its tokens are of this version" if crossed else ""
         scores = ", ".join(parts) or "no completion could be scored"
         return f"held-out reward of version {self.version} (step {self.step}): {scores}{note}"
+
+    def metrics(self) -> dict[str, float]:
+        """Means and their standard errors, by the names of the registry."""
+        means = {f"evaluation/{metric}": score.mean for metric, score in self.scores.items()}
+        return means | {f"evaluation_error/{metric}": score.error for metric, score in self.scores.items()}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -179,7 +185,7 @@ def with_evaluation_metric(store: ObjectStore, manifests: Sequence[Manifest], co
     Reads one evaluation for each checkpoint at most, whatever the length of the run.
     """
     metric = config.checkpointing.metric_name
-    if not metric.startswith(EVALUATION_METRICS):
+    if not metric.startswith(EVALUATION_PREFIX):
         return list(manifests)
     every, chain = config.refit.every_steps, living_chain(store)
     names = living_evaluations(store, chain, every_steps=every)
@@ -190,7 +196,7 @@ def with_evaluation_metric(store: ObjectStore, manifests: Sequence[Manifest], co
 
     def ranked(manifest: Manifest) -> Manifest:
         version = last.get(manifest.name)
-        score = None if version is None else found[version].scores.get(metric.removeprefix(EVALUATION_METRICS))
+        score = None if version is None else found[version].scores.get(metric.removeprefix(EVALUATION_PREFIX))
         return manifest if score is None else replace(manifest, metrics={**manifest.metrics, metric: score.mean})
 
     return [ranked(manifest) for manifest in manifests]

@@ -25,6 +25,7 @@ _LEDGER = re.compile(r"ledger/(\d{6,})/\d{6,}/step-(\d{9,})(?:\.drops-(\d{3,}))?
 _PROMPT_CHUNK = re.compile(r"prompts/\d{6,}/chunk-(\d{9,})\.parquet")
 _CHECKPOINT = re.compile(r"checkpoints/(\d{6,})/step-(\d{9,})/")
 _WEIGHTS = re.compile(r"weights/(\d{6,})/version-(\d{9,})/")
+_METRICS = re.compile(r"metrics/(\d{6,})/\d{6,}/chunk-(\d{9,})\.parquet")
 _EVALUATION = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})(?:\.([a-z0-9_-]+))?\.parquet")
 _MISSED = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})\.missed\.json")
 
@@ -68,6 +69,14 @@ class VersionName:
 
     attempt: int
     version: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MetricsName:
+    """The metrics of a stretch of an attempt's steps."""
+
+    attempt: int
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +211,20 @@ def parse_ledger(key: str) -> LedgerName | None:
     if match is None:
         return None
     return LedgerName(int(match[1]), int(match[2]), None if match[3] is None else int(match[3]))
+
+
+def metrics_prefix(attempt: int) -> str:
+    return f"metrics/{_number(attempt, 6)}/"
+
+
+def metrics(name: MetricsName) -> str:
+    """Derived from the ledger and overwritten while its steps come in."""
+    return f"{metrics_prefix(name.attempt)}{_directory(name.chunk)}/chunk-{_number(name.chunk, 9)}.parquet"
+
+
+def parse_metrics(key: str) -> MetricsName | None:
+    match = _METRICS.fullmatch(key)
+    return MetricsName(int(match[1]), int(match[2])) if match else None
 
 
 def pool_prefix(attempt: int) -> str:

@@ -113,6 +113,17 @@ LEDGER = pa.schema(
     ]
 )
 
+METRICS = pa.schema(
+    [
+        _required("attempt", pa.int32()),
+        _required("step", pa.int64()),
+        _required("version", pa.int64()),
+        pa.field("at", pa.float64()),
+        _required("name", pa.string()),
+        _required("value", pa.float64()),
+    ]
+)
+
 PROMPTS = pa.schema([_required("messages", pa.string()), _required("columns", pa.string())])
 
 EVALUATION = pa.schema(

@@ -157,6 +157,12 @@ def step_charts(points: Sequence[StepPoint], evaluations: Sequence[Evaluation], 
             _curves(points, ("completion_tokens_mean", "mean", FIRST), ("completion_tokens_max", "longest", SECOND)),
             True,
         ),
+        (
+            "Trainer",
+            "shares of the wall time from the end of one step to that of the next",
+            _curves(points, ("trainer_utilisation", "busy", FIRST), ("wait_share", "waiting for groups", SECOND)),
+            True,
+        ),
     ]
     charts = [
         Chart(title, note, Markup(curves.lines(title, lines, restarts=restarts, zero=zero)))

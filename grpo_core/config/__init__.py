@@ -48,22 +48,27 @@ from grpo_core.config.model import (
 from grpo_core.config.objective import ObjectiveConfig
 from grpo_core.config.operation import (
     EVALUATION_METRIC,
-    EVALUATION_METRICS,
     LOOPBACK,
     CheckpointingConfig,
     EvaluationConfig,
     ExternalPool,
     LocalPool,
     LoggingConfig,
+    MetricSink,
+    MlflowSink,
+    PrometheusSink,
     RefitConfig,
     StorageConfig,
+    TensorBoardSink,
+    TrackioSink,
     TrainingConfig,
+    WandbSink,
 )
 from grpo_core.config.section import Section
+from grpo_core.metrics import EVALUATION_PREFIX, UnknownMetric, metric
 
 __all__ = [
     "ENVIRONMENT_SOURCE",
-    "EVALUATION_METRICS",
     "LOOPBACK",
     "MOST_ADAPTER_RANK",
     "AsyncGRPOConfig",
@@ -80,11 +85,14 @@ __all__ = [
     "LoRAConfig",
     "LocalPool",
     "LoggingConfig",
+    "MetricSink",
+    "MlflowSink",
     "ModelConfig",
     "NoEnvironment",
     "ObjectiveConfig",
     "OptimizerConfig",
     "PackingConfig",
+    "PrometheusSink",
     "PythonEnvironment",
     "ReasoningGymData",
     "ReasoningGymEnvironment",
@@ -97,9 +105,12 @@ __all__ = [
     "SmolLM2Model",
     "StorageConfig",
     "StreamData",
+    "TensorBoardSink",
     "TinyModel",
+    "TrackioSink",
     "TrainingConfig",
     "VerifiersEnvironment",
+    "WandbSink",
     "WarmStart",
 ]
 
@@ -166,6 +177,8 @@ class RunConfig(Section):
                 f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
                 f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
             )
+        if fault := self._metric_fault():
+            raise ValueError(fault)
         if fault := self._rollout_fault():
             raise ValueError(fault)
         if fault := self._refit_fault() or self._adapter_fault():
@@ -173,6 +186,24 @@ class RunConfig(Section):
         if fault := self._evaluation_fault():
             raise ValueError(fault)
         return self
+
+    def _metric_fault(self) -> str | None:
+        """Why no step could ever have the metric that ranks checkpoints."""
+        name = self.checkpointing.metric_name
+        if name.startswith(EVALUATION_PREFIX):
+            return None
+        try:
+            found = metric(name)
+        except UnknownMetric:
+            return f"checkpointing.metric_name={name} is not a metric; docs/metrics.md lists them"
+        if found.scope != "step":
+            return f"checkpointing.metric_name={name} is not measured by a step; choose one that docs/metrics.md lists for steps"
+        source = name.removeprefix("reward/")
+        if source != name and source not in self.reward_weights:
+            return (
+                f"checkpointing.metric_name={name} names no source of reward; they are {', '.join(self.reward_weights)}"
+            )
+        return None
 
     def _rollout_fault(self) -> str | None:
         """Why groups could not be made, or not be scored, as configured."""
@@ -226,7 +257,7 @@ class RunConfig(Section):
     def _evaluation_fault(self) -> str | None:
         """Why evaluations could not be made when they are due, or never say what is asked of them."""
         every, metric = self.evaluation.every_steps, self.checkpointing.metric_name
-        ranks = metric.startswith(EVALUATION_METRICS)
+        ranks = metric.startswith(EVALUATION_PREFIX)
         if every is not None and every % self.refit.every_steps:
             return f"evaluation.every_steps={every} is not a multiple of refit.every_steps={self.refit.every_steps}, so no version becomes live then"
         if (every is not None or ranks) and not self.has_held_out:
@@ -234,7 +265,7 @@ class RunConfig(Section):
             return f"{key} needs a held-out split, but data.source.held_out_path names none; set it"
         if not ranks:
             return None
-        name = metric.removeprefix(EVALUATION_METRICS)
+        name = metric.removeprefix(EVALUATION_PREFIX)
         known = re.fullmatch(EVALUATION_METRIC, name)
         fault = self.evaluation.fault_of(name) if known else "evaluations have sampled, greedy and pass@k"
         return None if fault is None else f"checkpointing.metric_name={metric} is never computed: {fault}"

@@ -11,9 +11,8 @@ from grpo_core.config.section import Section
 
 # Hosts that nobody outside this machine can reach.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# The metrics of an evaluation, and what comes before them where training metrics could be meant too.
+# The metrics of an evaluation.
 EVALUATION_METRIC = r"^(sampled|greedy|pass@\d{1,6})$"
-EVALUATION_METRICS = "evaluation/"
 
 
 class TrainingConfig(Section):
@@ -240,8 +239,55 @@ class ExternalPool(Section):
     )
 
 
+class PrometheusSink(Section):
+    """The newest metrics as a page that Prometheus scrapes."""
+
+    kind: Literal["prometheus"] = "prometheus"
+    host: str = Field("127.0.0.1", description="Where the page is served; it has no authentication")
+    port: int = Field(9464, ge=1, le=65535, description="Its port, on the machine of the flow")
+
+
+class TensorBoardSink(Section):
+    """Event files. Needs the extra `tensorboard`."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+    directory: Path = Field(
+        Path("./forebay-tensorboard"), description="The event files of a run are below it, under its id"
+    )
+
+
+class WandbSink(Section):
+    """Weights & Biases. Needs the extra `wandb`; the key comes from its own environment."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = Field("forebay", min_length=1, description="Project that the run is filed under, by its id")
+
+
+class MlflowSink(Section):
+    """MLflow. Needs the extra `mlflow`; the server is that of MLFLOW_TRACKING_URI."""
+
+    kind: Literal["mlflow"] = "mlflow"
+    experiment: str = Field("forebay", min_length=1, description="Experiment that the run is filed under, by its id")
+
+
+class TrackioSink(Section):
+    """Trackio. Needs the extra `trackio`."""
+
+    kind: Literal["trackio"] = "trackio"
+    project: str = Field("forebay", min_length=1, description="Project that the run is filed under, by its id")
+
+
+MetricSink = Annotated[
+    PrometheusSink | TensorBoardSink | WandbSink | MlflowSink | TrackioSink, Field(discriminator="kind")
+]
+
+
 class LoggingConfig(Section):
     """What is shown and kept."""
+
+    sinks: tuple[MetricSink, ...] = Field(
+        (), description="Where metrics go beside the store, which always has them; none of them can hold up a run"
+    )
 
     progress_seconds: float = Field(1.0, gt=0, description="Refresh of the live view and of the progress records")
     artifact_seconds: float = Field(30.0, gt=0, description="Refresh of the Prefect artifacts")

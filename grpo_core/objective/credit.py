@@ -184,10 +184,10 @@ def _reward_metrics(raw: Floats, shaped: Floats, truncated: Mask, components: Ma
     scorable = ~np.isnan(raw)
     groups = [members[known] for members, known in zip(raw, scorable, strict=True) if known.any()]
     metrics = {
-        "reward": _mean_pair(raw, scorable),
+        "reward_mean": _mean_pair(raw, scorable),
         "reward_shaped": _mean_pair(shaped, scorable),
         "reward_std": (float(sum(group.std() for group in groups)), float(len(groups))),
-        "zero_variance_groups": (float(sum(group.min() == group.max() for group in groups)), float(len(groups))),
+        "zero_variance_share": (float(sum(group.min() == group.max() for group in groups)), float(len(groups))),
         "unscorable_rollouts": (float((~scorable).sum()), float(raw.size)),
         "truncated_rollouts": (float(truncated.sum()), float(raw.size)),
     }

@@ -16,11 +16,24 @@ Four of them come from one expm1(x), which keeps every digit near 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from grpo_core.metrics import extreme_sign
+from grpo_core.objective.segments import Segments
+
 Number = Tensor | float
 Metrics = dict[str, tuple[Number, Number]]
+RATIO_EXTREMES = (
+    "ratio_min",
+    "ratio_max",
+    "ratio_clamped_min",
+    "ratio_clamped_max",
+    "clip_ratio/low_min",
+    "clip_ratio/high_max",
+)
 
 
 def mismatch(logprobs: Tensor, old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Metrics:
@@ -45,3 +58,21 @@ def mismatch_of_trained(current: Tensor, old: Tensor, behaviour: Tensor) -> Metr
         "approx_entropy": (current - behaviour).exp_().mul_(current).neg_(),
     }
     return {name: (values.sum(), len(values)) for name, values in terms.items()}
+
+
+@torch.no_grad()
+def ratio_extremes(ratio: Tensor, limited: Tensor, side: Tensor, segments: Segments) -> dict[str, Tensor]:
+    """RATIO_EXTREMES of trained tokens: of their ratios, of the ratios as used, and of the shares of a sequence that are
+    held from below (`side` positive) and from above (negative). Empty when there is no token."""
+    if not segments.tokens:
+        return {}
+    low, high = (segments.means(held.to(ratio.dtype)) for held in (side > 0, side < 0))
+    values = (ratio.min(), ratio.max(), limited.min(), limited.max(), low.min(), high.max())
+    return dict(zip(RATIO_EXTREMES, values, strict=True))
+
+
+def merge_extremes(held: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Let `held` be the extremes of both, each in the direction that the registry says."""
+    for name, value in more.items():
+        sign = extreme_sign(name)
+        held[name] = value if name not in held else sign * torch.maximum(sign * held[name], sign * value)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_core.objective.blocks import Flat, Trained, sum_over_blocks
-from grpo_core.objective.diagnostics import Metrics, mismatch_of_trained
+from grpo_core.objective.diagnostics import Metrics, merge_extremes, mismatch_of_trained, ratio_extremes
 from grpo_core.objective.importance import believed, importance_weights, proximal_logprobs, weight_metrics
 from grpo_core.objective.kl import k3, kl_penalised, kl_to_reference
 from grpo_core.objective.segments import Segments
@@ -56,6 +56,7 @@ def policy_loss(
     lags: Tensor | None = None,
     positive: Tensor | None = None,
     denominators: Denominators | None = None,
+    extremes: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of these tokens, to be summed over the micro-batches and ranks of a step, and its metrics.
 
@@ -64,6 +65,7 @@ def policy_loss(
     `lags` are needed where it is log-linear. `positive`: whether the token's rollout was rewarded. `denominators`
     None: those of this call, which dr_grpo does not have. Metrics are detached and map name → (numerator,
     denominator); `importance_weight` squared over `importance_weight_squared` is the effective sample size as a share.
+    `extremes`, if given, takes up those of these tokens (diagnostics.RATIO_EXTREMES), which are no sums.
     Raises ObjectiveError for tensors of different shapes, a missing input or an unknown setting.
     """
     check_settings(config, denominators)
@@ -84,10 +86,12 @@ def policy_loss(
     flat = Flat.of(tensors, tensors.pop("mask"), tensors.pop("sequence_ids"))
     step = denominators or _denominators(flat)
     differentiable = ("logprobs",) if entropy is None else ("logprobs", "entropy")
-    return sum_over_blocks(lambda block: _loss(block, config, step), flat, differentiable)
+    return sum_over_blocks(lambda block: _loss(block, config, step, extremes), flat, differentiable)
 
 
-def _loss(block: Trained, config: ObjectiveSettings, denominators: Denominators) -> tuple[Tensor, Metrics]:
+def _loss(
+    block: Trained, config: ObjectiveSettings, denominators: Denominators, extremes: dict[str, Tensor] | None
+) -> tuple[Tensor, Metrics]:
     """The loss of a few whole sequences, and its metrics."""
     inputs, segments = block
     current, behaviour, advantage = inputs["logprobs"], inputs["behaviour_logprobs"], inputs["advantages"]
@@ -104,6 +108,8 @@ def _loss(block: Trained, config: ObjectiveSettings, denominators: Denominators)
     held = side.abs()
     terms = _surrogate(ratio, limited, held, current, advantage, config)
     metrics |= _ratio_metrics(ratio.detach(), limited, side, held, current.detach() - proximal)
+    if extremes is not None:
+        merge_extremes(extremes, ratio_extremes(ratio.detach(), limited, side, segments))
     if config.importance_correction != "none":
         raw, weights = importance_weights(proximal, behaviour, segments, config)
         terms = weights * terms

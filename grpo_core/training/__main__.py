@@ -31,6 +31,7 @@ from grpo_core.schedule.window import Window
 from grpo_core.training import PARENT, checkpoint
 from grpo_core.training.conductor import Conductor
 from grpo_core.training.feed import Feed, Lineage, PartCache
+from grpo_core.training.flops import Machine, machine_of
 from grpo_core.training.loop import Rank, follow
 from grpo_core.training.model import Policy, load_policy
 from grpo_core.training.optimizer import make_optimizer
@@ -104,6 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
             fence=fence,
             stopping=stop.is_set,
             prompts=partial(_prompts, config, store, described["prompts"]),
+            machine=machine_of(policy.language_model.config, device, dist.get_world_size()),
         )
         commands = conductor.commands()
     follow(rank, commands)
@@ -140,6 +142,7 @@ def _conductor(
     fence: Fence,
     stopping: Callable[[], bool],
     prompts: Callable[[], int | None],
+    machine: Machine | None,
 ) -> Conductor:
     keep = config.checkpointing.load_replay_buffer
     frontier = Frontier()
@@ -166,6 +169,7 @@ def _conductor(
         report=_Report(store, attempt),
         prompts=prompts,
         ranks=dist.get_world_size(),
+        machine=machine,
     )
 
 

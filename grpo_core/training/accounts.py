@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,15 @@ import numpy as np
 from grpo_core.schedule.admission import Admission
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import BufferedGroup
+from grpo_core.training.measures import (
+    Measures,
+    composition_measures,
+    lag_measures,
+    length_measures,
+    rollout_measures,
+    waste_measures,
+    weight_measures,
+)
 from grpo_core.training.step import StepPlan, StepResult
 
 NO_LAGS = np.zeros(0, dtype=np.int64)
@@ -67,11 +77,11 @@ def unfinished_rows(ordinals: Iterable[int], groups: Mapping[int, BufferedGroup]
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """Ledger rows of a step, its trained tokens by lag, and its metrics by name."""
+    """Ledger rows of a step, its trained tokens by lag, and what it measured, by name; a ratio is a pair."""
 
     rows: list[dict[str, Any]]
     lag_tokens: dict[int, int]
-    metrics: dict[str, float]
+    measures: Measures
 
 
 def step_rows(
@@ -82,9 +92,11 @@ def step_rows(
     *,
     version: int,
     logprobs: bool,
+    given_up: Decisions,
+    token_budget: int,
 ) -> StepAccount:
     """The account of one step. `rows` are those of plan.places, group after group, then fillers, which count nowhere;
-    `version` is the training version."""
+    `version` is the training version, `given_up` what was decided about other groups since the step before."""
     ledger, lags, first = [], [], 0
     for group in groups:
         members = range(first, first + len(group.rows))
@@ -117,32 +129,37 @@ def step_rows(
         )
     all_lags = np.concatenate(lags)
     values, counts = np.unique(all_lags, return_counts=True)
-    metrics = _metrics(groups, rows[:first], all_lags, result)
-    return StepAccount(ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, metrics)
+    measures = _measures(plan, groups, rows, all_lags, result, given_up, token_budget)
+    return StepAccount(ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, measures)
 
 
-def _metrics(
-    groups: Sequence[BufferedGroup], rows: Sequence[Row], lags: np.ndarray, result: StepResult
-) -> dict[str, float]:
-    rewards = np.array([group.rewards for group in groups], dtype=np.float64)
-    generated = np.array([int(row.generated.sum()) for row in rows])
-    spread = np.nanmax(rewards, axis=1) != np.nanmin(rewards, axis=1)
-    # masked_sum pairs of the objective are means per trained token, except where the denominator says otherwise.
-    ratios = {name: numerator / denominator for name, (numerator, denominator) in result.pairs.items() if denominator}
+def _measures(
+    plan: StepPlan,
+    groups: Sequence[BufferedGroup],
+    rows: Sequence[Row],
+    lags: np.ndarray,
+    result: StepResult,
+    given_up: Decisions,
+    token_budget: int,
+) -> Measures:
+    generated = sum(int(row.generated.sum()) for row in rows)
+    rewards = [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
     return {
-        **ratios,
+        **result.pairs,
+        **result.extremes,
+        **weight_measures(result.pairs),
+        **length_measures(groups, rows[: sum(len(group.rows) for group in groups)], len(lags)),
+        **rollout_measures(groups, now=time.time()),
+        **composition_measures(plan, groups, rows, result, trained=len(lags), token_budget=token_budget),
+        **lag_measures(lags),
+        **waste_measures(
+            groups, given_up.dropped, given_up.returned, generated_tokens=generated, trained_tokens=len(lags)
+        ),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
-        "step_seconds": result.seconds,
-        "reward_mean": float(np.nanmean(rewards)),
-        "reward_std": float(np.nanmean(np.nanstd(rewards, axis=1))),
-        "zero_variance_share": float(1.0 - spread.mean()),
-        "completion_tokens_mean": float(generated.mean()),
-        "completion_tokens_max": float(generated.max()),
-        "lag_mean": float(lags.mean()) if len(lags) else 0.0,
-        "lag_max": float(lags.max()) if len(lags) else 0.0,
-        "trained_tokens": float(len(lags)),
-        "masked_token_share": float(1.0 - len(lags) / max(1, generated.sum())),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "masked_token_share": (float(generated - len(lags)), float(generated)),
     }
 
 

@@ -17,19 +17,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from grpo_core.config import RunConfig
+from grpo_core.metrics import finite, reported
 from grpo_core.objective.credit import Credit, step_advantages
 from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import RefitFailed, RefitResult
 from grpo_core.schedule.admission import Admission, Admissions
 from grpo_core.schedule.window import Window
 from grpo_core.training.accounts import Decisions, step_rows, unfinished_rows
+from grpo_core.training.commands import Commands, Idle, Refit, Save, Step
 from grpo_core.training.feed import BufferedGroup, Feed
+from grpo_core.training.flops import Machine
+from grpo_core.training.measures import Clock, Measures, arithmetic_measures, clock_measures, refit_measures
 from grpo_core.training.optimizer import learning_rate
 from grpo_core.training.planning import TrainedGroup, plan_step
 from grpo_core.training.step import StepPlan, StepResult
@@ -46,37 +48,6 @@ IDLE_SECONDS = 20.0
 
 class TrainerStuck(RuntimeError):
     """Nothing arrived to train on within the deadline; the message names what was waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Nothing to do yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Refit:
-    """Move the weights into these engines as `stamp`. Result: RefitResult, or RefitFailed as a value."""
-
-    stamp: Stamp
-    engines: tuple[EngineAddress, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Write a checkpoint of step `step`, behind the commands that follow. `facts` is what the manifest keeps beside the
-    tensors. Result: metrics of saves for the ledger, by name, in seconds."""
-
-    step: int
-    facts: dict[str, Any]
-
-
-Command = Idle | Step | Refit | Save
-Commands = Generator[Command, Any, None]
 
 
 class Conductor:
@@ -99,6 +70,7 @@ class Conductor:
         report: Callable[[dict[str, Any]], None],
         prompts: Callable[[], int | None],
         ranks: int,
+        machine: Machine | None = None,
     ) -> None:
         self._config = config
         self._store = store
@@ -115,6 +87,7 @@ class Conductor:
         self._report = report
         self._prompts = prompts
         self._ranks = ranks
+        self._machine = machine
         self._engines: dict[str, EngineAddress] = {}
         self._carrying: set[str] = set()
         self._leases_before: dict[str, int] = {}  # engine → the newest lease at its last refit
@@ -122,7 +95,12 @@ class Conductor:
         self._broken: dict[str, str] = {}
         self._distrusted: dict[str, int] = {}
         self._changes = -1
+        self._measures: Measures = {}
         self._metrics: dict[str, float] = {}
+        self._given_up = Decisions()
+        self._refits: list[tuple[RefitResult, float]] = []
+        self._clock = Clock(0.0, 0.0, 0.0, None)
+        self._ended: float | None = None  # the step before, on the monotonic clock
         self._unsaved: Save | None = None
         self._save_metrics: dict[str, float] = {}
 
@@ -169,14 +147,21 @@ class Conductor:
             admission = self._decide(step)
             ready = admission.admissible if ready < 0 else ready
             pending = pending.with_admission(admission, feed.groups, at=time.monotonic())
+            self._given_up = self._given_up.with_admission(admission, feed.groups, at=time.monotonic())
             for ordinal in [*admission.returned, *admission.dropped]:
                 feed.groups.pop(ordinal)
             if pending.due(time.monotonic(), self._config.generation.flush_seconds) or (pending and admission.trained):
                 self._flush(step, pending)
                 pending = Decisions()
             if admission.trained:
-                self._metrics = {"wait_seconds": time.monotonic() - began, "ready_groups": float(ready)}
-                return [feed.groups.pop(ordinal) for ordinal in admission.trained]
+                self._clock = replace(self._clock, wait=time.monotonic() - began)
+                taken = [feed.groups.pop(ordinal) for ordinal in admission.trained]
+                self._measures = {
+                    "ready_groups": float(ready),
+                    "buffered_groups": float(len(feed.groups)),
+                    "in_flight_groups": float(feed.frontier.counts().in_flight),
+                }
+                return taken
             if step > self._last_step():
                 if pending:
                     self._flush(step, pending)
@@ -242,9 +227,9 @@ class Conductor:
 
     def _plan(self, step: int, groups: Sequence[BufferedGroup]) -> StepPlan:
         """Advantages, and what follows from them for the step."""
-        config, window = self._config, self._window
+        config, window, began = self._config, self._window, time.monotonic()
         credit = step_credit(groups, config)
-        self._metrics |= {name: top / bottom for name, (top, bottom) in credit.metrics.items() if bottom}
+        self._measures |= credit.metrics
         trained = []
         for number, group in enumerate(groups):
             places, rollouts = group.places(), list(group.rollouts)
@@ -258,7 +243,7 @@ class Conductor:
                     credit.rewarded[number, rollouts].tolist(),
                 )
             )
-        return plan_step(
+        plan = plan_step(
             step,
             trained,
             ranks=self._ranks,
@@ -270,22 +255,32 @@ class Conductor:
             max_completion_length=config.generation.max_completion_length,
             learning_rate=learning_rate(step - 1, window.last_step(), config.optimizer),
         )
+        self._clock = replace(self._clock, plan=time.monotonic() - began)
+        return plan
 
     def _record(self, plan: StepPlan, groups: Sequence[BufferedGroup], result: StepResult) -> None:
         """Ledger the step, durable before anything else happens because of it."""
-        version = self._window.training_version(plan.step)
+        config, places = self._config, self._feed.cache.rows(plan.places)
         account = step_rows(
             plan,
             groups,
-            self._feed.cache.rows(plan.places),
+            places,
             result,
-            version=version,
-            logprobs=self._config.logging.trainer_logprobs,
+            version=self._window.training_version(plan.step),
+            logprobs=config.logging.trainer_logprobs,
+            given_up=self._given_up,
+            token_budget=config.packing.token_budget,
         )
         rows = ledger_rows(account.rows)
         self._totals = self._totals.add(rows, account.lag_tokens)
-        self._metrics |= account.metrics | self._save_metrics
-        self._save_metrics = {}
+        now, before = time.monotonic(), self._ended
+        clock = replace(self._clock, step=result.seconds, iteration=None if before is None else now - before)
+        measures = self._measures | account.measures | refit_measures(self._refits) | self._save_metrics
+        measures |= clock_measures(clock, result, account.measures)
+        if self._machine is not None:
+            measures |= arithmetic_measures(self._machine, plan, places, config.objective, clock)
+        self._metrics = reported(measures)
+        self._save_metrics, self._given_up, self._refits, self._ended = {}, Decisions(), [], now
         self._ledger.write_step(plan.step, rows, self._totals, self._metrics)
         self._feed.frontier.trained([group.ordinal for group in groups], plan.step)
         self._done = plan.step
@@ -347,6 +342,7 @@ class Conductor:
 
     def _note_refit(self, result: RefitResult, step: int, seconds: float) -> None:
         """Say in the store, and then to whoever watches, which engines carry the weights after `step`."""
+        self._refits.append((result, seconds))
         self._carrying |= set(result.refitted)
         self._leases_before |= dict.fromkeys(result.refitted, self._feed.last_lease)
         version = result.stamp.version
@@ -364,7 +360,7 @@ class Conductor:
             "version": self._done // self._window.every_steps,
             "frontier": self._feed.frontier.checkpoint().to_json(),
             "pinned": [[part.attempt, part.lease, part.part] for part in sorted(pinned)],
-            "metrics": {name: value for name, value in self._metrics.items() if np.isfinite(value)},
+            "metrics": finite(self._metrics),
         }
 
     def _save(self) -> Generator[Command, Any, None]:

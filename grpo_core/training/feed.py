@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,9 +31,14 @@ from storage.objects import ObjectStore
 from storage.schema import list_views
 from storage.trajectories import PartFooter, TrajectoryStore
 
+# What a shard says about a rollout beside its tokens, the same in all of its rows but for the prompt.
+ROLLOUT_FACTS = (
+    "finish_reason", "prompt_length", "turns", "tool_calls", "tool_failures", "tool_seconds", "submitted_at",
+    "first_token_at", "finished_at", "joins_clean", "joins_realign", "joins_fork", "drift_tokens", "drift_max",
+)  # fmt: skip
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
-    "engine", "finish_reason", "reward_components",
+    "engine", "reward_components", *ROLLOUT_FACTS,
 )  # fmt: skip
 GENERATION_FAILED = "generation_failed"
 # How a rollout ends whose tokens ran out.
@@ -45,8 +51,8 @@ FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float3
 class BufferedGroup:
     """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
     `rewards` has one value per rollout, NaN where it could not be scored, and so has each of `components`, by source;
-    `lengths` (generated tokens) and `truncated` too. `foreign`: some token was sampled from weights outside the living
-    history."""
+    `lengths` (generated tokens) and `truncated` too. `facts` has ROLLOUT_FACTS by name for each rollout that there is.
+    `foreign`: some token was sampled from weights outside the living history."""
 
     ordinal: int
     part: PartName
@@ -63,6 +69,7 @@ class BufferedGroup:
     lengths: tuple[int, ...] = ()
     truncated: tuple[bool, ...] = ()
     components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    facts: tuple[Mapping[str, Any], ...] = ()
 
     def candidate(self, distrusted: Mapping[str, int], *, target_step: int | None = None) -> Candidate:
         """As admission sees it. `distrusted`: engine → the version with which it failed its refit; whatever it
@@ -257,6 +264,7 @@ def part_groups(
             "ordinal", "rollout", "reward", "epoch", "dataset_index", "status", "error", "engine", "finish_reason", "reward_components",
         )
     )  # fmt: skip
+    facts = table.select(ROLLOUT_FACTS).to_pylist()
     members: dict[int, list[int]] = {}
     for row, ordinal in enumerate(ordinals):
         members.setdefault(ordinal, []).append(row)
@@ -300,6 +308,7 @@ def part_groups(
                     name: _scores({number: values.get(name) for number, values in sources.items()}, rollouts)
                     for name in dict.fromkeys(name for values in sources.values() for name in values)
                 },
+                facts=tuple(facts[row] for row in {numbers[row]: row for row in reversed(where)}.values()),
             )
         )
     return groups

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 BACKWARD = 2
 # Dense bfloat16 products per second with float32 sums, as the makers' data sheets give them, by a part of the name.
 PEAKS = {
@@ -86,6 +88,15 @@ def step_flops(shape: ModelShape, lengths: Iterable[int], predictions: int, *, s
 
 
 @dataclass(frozen=True, slots=True)
+class Machine:
+    """What trains what. `peak_flops` is that of one of `devices` devices, None when it is not known."""
+
+    shape: ModelShape
+    devices: int
+    peak_flops: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Utilisation:
     """Shares of the peak: over the whole wall time, waiting included, and over the time that the step itself took."""
 
@@ -104,3 +115,13 @@ def utilisation(
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 peak of one GPU, by the name that it reports; None when it is not known."""
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+
+
+def machine_of(config: Any, device: torch.device, devices: int) -> Machine | None:
+    """What trains a model of this transformers config; None for an architecture whose arithmetic is not known."""
+    try:
+        shape = ModelShape.of(config)
+    except AttributeError:
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Machine(shape, devices, peak)

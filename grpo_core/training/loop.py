@@ -20,7 +20,7 @@ from grpo_core.refit.canary import Canary
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings, refit_weights
 from grpo_core.refit.transfer import Transfer
 from grpo_core.training.attention import Packing
-from grpo_core.training.conductor import Command, Commands, Idle, Refit, Save, Step
+from grpo_core.training.commands import Command, Commands, Idle, Refit, Save, Step
 from grpo_core.training.feed import PartCache
 from grpo_core.training.lora import gather_adapters, gather_base, gather_merged
 from grpo_core.training.model import Policy

@@ -30,11 +30,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_core.config import EVALUATION_METRICS, RunConfig
+from grpo_core.config import RunConfig
 from grpo_core.evaluation import with_evaluation_metric
+from grpo_core.metrics import EVALUATION_PREFIX
 from grpo_core.training import checkpoint
 from grpo_core.training.checkpoint import HostCopy
-from grpo_core.training.conductor import Save
+from grpo_core.training.commands import Save
 from grpo_core.training.model import Policy
 from storage import layout
 from storage.attempts import Fence, read_attempt
@@ -184,7 +185,7 @@ class Saving:
         )
         commit_manifest(self._store, manifest, fence=Fence(self._store, self._attempt).check)
         metric = self._settings.metric_name
-        if self._settings.keep_top_k and metric not in manifest.metrics and not metric.startswith(EVALUATION_METRICS):
+        if self._settings.keep_top_k and metric not in manifest.metrics and not metric.startswith(EVALUATION_PREFIX):
             print(
                 f"checkpoint {manifest.attempt}.{manifest.step} has no metric {metric!r} "
                 f"(checkpointing.metric_name), so it is never one of the best; it has {', '.join(sorted(manifest.metrics))}",

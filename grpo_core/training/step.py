@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_core.config import ObjectiveConfig
+from grpo_core.metrics import extreme_sign
+from grpo_core.objective.diagnostics import RATIO_EXTREMES, merge_extremes
 from grpo_core.objective.losses import Denominators, policy_loss
 from grpo_core.training.batch import Batch, Row
 from grpo_core.training.experts import load_imbalance
@@ -29,6 +33,7 @@ from grpo_core.training.reference import Reference
 
 Pair = tuple[Tensor | float, Tensor | float]
 LOSS = "step_loss"  # among the sums of an update, until it becomes a figure of its own
+LARGEST = "micro_batch_tokens_max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +81,29 @@ class StepPlan:
 class StepResult:
     """What a step did, the same on every rank but `logprobs`: index into the plan's places → the trainer's log-probs
     of the row's generated tokens when it first met them, for this rank's rows. `pairs`: metric → (numerator,
-    denominator) over all ranks. `grad_norm`: before clipping, mean of the updates."""
+    denominator) over all ranks, `extremes`: metric → its value over all ranks. `grad_norm`: before clipping, mean of the
+    updates. `phases`: parts of this rank's time, in seconds."""
 
     loss: float
     grad_norm: float
     pairs: dict[str, tuple[float, float]]
     seconds: float
     logprobs: dict[int, np.ndarray]
+    extremes: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class Stopwatch:
+    """Seconds by phase. The clock does not wait for a GPU, so what is launched in one phase may end in another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - began
 
 
 class NonFiniteStep(RuntimeError):
@@ -106,24 +127,17 @@ def run_step(
     `reference` is there when the objective has a KL term; `router_coefficient` is the weight of the term that spreads
     tokens over experts.
     """
-    began = time.monotonic()
+    began, watch = time.monotonic(), Stopwatch()
     rank, updates = dist.get_rank(), plan.micro_batches_by_update()
 
     def batch_of(number: int) -> Batch:
-        indices = plan.micro_batches[number][rank]
-        return Batch.of(
-            rows([plan.places[index] for index in indices]),
-            [plan.advantages[index] for index in indices],
-            oldest_version=plan.oldest_version,
-            device=device,
-            groups=[plan.groups[index] for index in indices] if plan.groups else None,
-            trained=[plan.trained[index] for index in indices] if plan.trained else None,
-            positive=[plan.positive[index] for index in indices] if plan.positive else None,
-        )
+        return _batch(plan, plan.micro_batches[number][rank], rows, device)
 
     recomputed = objective.proximal_policy == "recomputed" and not objective.force_on_policy_ratio
     later = [number for update in updates[1:] for number in update] if recomputed else []
-    old = {number: logprobs_of(policy, batch_of(number)) for number in later}
+    with watch.phase("scoring_seconds"):
+        old = {number: logprobs_of(policy, batch_of(number)) for number in later}
+    extremes: dict[str, Tensor] = {}
     norms: list[float] = []
     totals: dict[str, Pair] = {}
     logprobs: dict[int, np.ndarray] = {}
@@ -132,23 +146,51 @@ def run_step(
         for number in update:
             batch = batch_of(number)
             # With adapters the reference is the policy itself, so it is asked before a backward pass is due.
-            anchor = None if reference is None else reference(batch)
-            scores = scores_of(policy, batch)
-            before = old.get(number, scores.logprobs.detach())
-            loss, metrics = _loss(batch, scores, before, anchor, plan, objective)
-            if router_coefficient:
-                balance, metrics["router_imbalance"] = _router_term(batch, scores, policy, plan.denominators)
-                loss = loss + router_coefficient * balance
-            # FSDP averages gradients over ranks; the denominators are those of all ranks and all updates.
-            (loss * (dist.get_world_size() * len(updates))).backward()
+            with watch.phase("scoring_seconds"):
+                anchor = None if reference is None else reference(batch)
+            with watch.phase("forward_backward_seconds"):
+                with watch.phase("forward_seconds"):
+                    scores = scores_of(policy, batch)
+                before = old.get(number, scores.logprobs.detach())
+                loss, metrics = _loss(batch, scores, before, anchor, plan, objective, extremes)
+                if router_coefficient:
+                    balance, metrics["router_imbalance"] = _router_term(batch, scores, policy, plan.denominators)
+                    loss = loss + router_coefficient * balance
+                # FSDP averages gradients over ranks; the denominators are those of all ranks and all updates.
+                (loss * (dist.get_world_size() * len(updates))).backward()
+            merge_extremes(extremes, {LARGEST: torch.tensor(float(batch.input_ids.shape[1]))})
             _add(sums, metrics | {LOSS: (loss.detach(), 1.0), "prefix_tokens_saved": batch.saving()})
             logprobs |= dict(zip(plan.micro_batches[number][rank], batch.split(before), strict=True))
         sums = _over_ranks(sums, device)
-        norms.append(_update(plan, policy, optimizer, float(sums[LOSS][0]), max_grad_norm))
+        with watch.phase("optimizer_seconds"):
+            norms.append(_update(plan, policy, optimizer, float(sums[LOSS][0]), max_grad_norm))
         _add(totals, sums)
     pairs = {name: (float(top), float(bottom)) for name, (top, bottom) in totals.items()}
     loss_of_step = pairs.pop(LOSS)[0]
-    return StepResult(loss_of_step, sum(norms) / len(norms), pairs, time.monotonic() - began, logprobs)
+    return StepResult(
+        loss_of_step,
+        sum(norms) / len(norms),
+        pairs,
+        time.monotonic() - began,
+        logprobs,
+        _extremes_over_ranks(extremes, device),
+        dict(watch.seconds),
+    )
+
+
+def _batch(
+    plan: StepPlan, indices: Sequence[int], rows: Callable[[Sequence[Place]], list[Row]], device: torch.device
+) -> Batch:
+    """The micro-batch of these places of the plan."""
+    return Batch.of(
+        rows([plan.places[index] for index in indices]),
+        [plan.advantages[index] for index in indices],
+        oldest_version=plan.oldest_version,
+        device=device,
+        groups=[plan.groups[index] for index in indices] if plan.groups else None,
+        trained=[plan.trained[index] for index in indices] if plan.trained else None,
+        positive=[plan.positive[index] for index in indices] if plan.positive else None,
+    )
 
 
 def _loss(
@@ -158,8 +200,9 @@ def _loss(
     reference: Tensor | None,
     plan: StepPlan,
     objective: ObjectiveConfig,
+    extremes: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Pair]]:
-    """This micro-batch's share of the step's loss, and its metrics."""
+    """This micro-batch's share of the step's loss, and its metrics; `extremes` takes up its own."""
     loss, metrics = policy_loss(
         scores.logprobs,
         old,
@@ -173,6 +216,7 @@ def _loss(
         lags=None if plan.version is None else plan.version - batch.versions,
         positive=batch.positive,
         denominators=plan.denominators,
+        extremes=extremes,
     )
     return loss, dict(metrics)
 
@@ -220,3 +264,16 @@ def _over_ranks(sums: Mapping[str, Pair], device: torch.device) -> dict[str, Pai
     )
     dist.all_reduce(flat)
     return {name: (top, bottom) for name, (top, bottom) in zip(names, flat.view(-1, 2).tolist(), strict=True)}
+
+
+def _extremes_over_ranks(extremes: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
+    """The extremes over ranks, in one collective; a rank that trained no token has none of the ratios'."""
+    names = (*RATIO_EXTREMES, LARGEST)
+    signed = [extreme_sign(name) * float(extremes[name]) if name in extremes else -math.inf for name in names]
+    flat = torch.tensor(signed, dtype=torch.float64, device=device)
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+    return {
+        name: extreme_sign(name) * value
+        for name, value in zip(names, flat.tolist(), strict=True)
+        if math.isfinite(value)
+    }

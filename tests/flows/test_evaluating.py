@@ -52,6 +52,7 @@ class Stage:
         self.config = RunConfig.model_validate({"evaluation": {"every_steps": 2, **settings}})
         self.attempt = 0
         self.rows = ROWS
+        self.published: list[Evaluation] = []
 
     def claim(self, parent: tuple[int, int] | None = None) -> Evaluating:
         self.attempt += 1
@@ -65,6 +66,7 @@ class Stage:
             generator=None,  # type: ignore[arg-type]
             control=self.control,  # type: ignore[arg-type]
             stopped=lambda: False,
+            publish=self.published.append,
         )
 
     def end(self, reward: float = 0.0) -> None:

@@ -60,7 +60,8 @@ def test_nothing_is_leased_before_the_cold_refit(store: ObjectStore) -> None:
     assert lease_all(leasing) == []
     live(store, 0)
     leasing.observe()
-    assert lease_all(leasing) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert leasing.next_lease(2) is not None and not leasing.window_full
+    assert lease_all(leasing) == [(2, 3), (4, 5), (6, 7)] and leasing.window_full
     assert read_lease(store, 1, 0).stamp == "1.0"
 
 

@@ -18,7 +18,7 @@ def footer(step: int, seconds: float) -> LedgerFooter:
 
 def test_rates_are_those_of_the_time_since_the_first_sample_up_to_a_minute() -> None:
     meter = Meter()
-    meter.engines(False, 100.0)
+    meter.sample(100.0, busy=False)
     meter.tokens(500, 105.0)
     assert meter.tokens_per_second(110.0) == pytest.approx(50.0)
     assert meter.tokens_per_second(105.0 + HORIZON_SECONDS + 1) == 0.0
@@ -27,13 +27,21 @@ def test_rates_are_those_of_the_time_since_the_first_sample_up_to_a_minute() -> 
 def test_engine_utilisation_counts_the_time_between_busy_samples() -> None:
     meter = Meter()
     for moment, busy in ((0.0, False), (1.0, True), (2.0, True), (3.0, False), (4.0, False)):
-        meter.engines(busy, moment)
+        meter.sample(moment, busy=busy)
     assert meter.engine_utilisation(4.0) == pytest.approx(0.5)
+
+
+def test_idle_time_is_the_windows_doing_only_while_it_is_full() -> None:
+    meter = Meter()
+    samples = ((0.0, False, False), (1.0, True, True), (2.0, False, True), (3.0, False, False), (4.0, False, True))
+    for moment, busy, full in samples:
+        meter.sample(moment, busy=busy, window_full=full)
+    assert meter.metrics(4.0) == {"pool/utilisation": 0.25, "pool/held_back": 0.5, "pool/tokens_per_second": 0.0}
 
 
 def test_trainer_utilisation_and_pace_come_from_the_ledger() -> None:
     meter = Meter()
-    meter.engines(False, 0.0)
+    meter.sample(0.0, busy=False)
     for step in (1, 2, 3):
         meter.step(footer(step, 1.5), 2.0 * step)
     assert meter.trainer_utilisation(6.0) == pytest.approx(0.75)

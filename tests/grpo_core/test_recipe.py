@@ -79,7 +79,7 @@ CHANGES: list[dict[str, Any]] = [
     {"pool": {"kind": "local", "engines": 2, "gpus": [[0], [1]], "extra_arguments": ["--yes", "\U0001f600 'q' \"d\""]}},
     {"pool": {"kind": "external", "urls": ["http://a:1", "https://b:2"]}},
     {"logging": {"progress_seconds": 1e-6}},
-    {"evaluation": {"at_end": False}, "checkpointing": {"save_period": 3, "metric_name": "null"}},
+    {"evaluation": {"at_end": False}, "checkpointing": {"save_period": 3, "metric_name": "evaluation/sampled"}},
 ]
 
 

@@ -4,8 +4,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import duckdb
 import pytest
 
+from grpo_core.metrics import finite, metric
+from storage.layout import LedgerName
+from storage.ledger import read_ledger_footer
 from tests.scenarios.conftest import MakeDriver
 from tests.scenarios.run_driver import RunDriver, assert_one_sentence
 from tests.scenarios.soundness import assert_sound, attempts
@@ -28,6 +32,17 @@ def test_uninterrupted_run_accounts_for_every_ordinal(finished: RunDriver) -> No
     assert attempts(finished.store) == 1
     assert finished.output.count("held-out reward of version") == 2
     assert finished.orphans() == []
+
+
+def test_every_figure_of_every_step_is_in_the_store_under_a_name_of_the_registry(finished: RunDriver) -> None:
+    files = f"{finished.directory}/store/*/metrics/**/*.parquet"
+    rows = duckdb.sql(f"SELECT step, name, value FROM '{files}' WHERE attempt = 1").fetchall()
+    for number in range(1, 7):
+        footer = read_ledger_footer(finished.store, LedgerName(1, number))
+        measured = {name: value for step, name, value in rows if step == number and metric(name).scope == "step"}
+        assert measured == finite(footer.metrics) and measured["trained_tokens"] > 0
+    others = {name for _, name, _ in rows if metric(name).scope != "step"}
+    assert {"evaluation/sampled", "evaluation/greedy", "pool/utilisation", "pool/held_back"} <= others
 
 
 def test_second_call_on_a_finished_run_does_nothing(finished: RunDriver) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from storage import layout
 from storage.errors import InvalidKey
-from storage.layout import CheckpointName, EvaluationName, LeaseName, LedgerName, PartName, VersionName
+from storage.layout import CheckpointName, EvaluationName, LeaseName, LedgerName, MetricsName, PartName, VersionName
 
 
 def test_names_are_those_of_the_documented_layout() -> None:
@@ -19,6 +19,7 @@ def test_names_are_those_of_the_documented_layout() -> None:
     assert layout.refit(3, 7) == "refits/000003/version-000000007.json"
     assert layout.refit(3, 7, 2) == "refits/000003/version-000000007.late-002.json"
     assert layout.pool_wish(4) == "pool/wishes/wish-000004.json"
+    assert layout.metrics(MetricsName(3, 12)) == "metrics/000003/000000/chunk-000000012.parquet"
     assert layout.evaluation(3, 7) == "evaluations/000003/version-000000007.parquet"
     assert layout.evaluation(3, 7, "held-out") == "evaluations/000003/version-000000007.held-out.parquet"
 
@@ -32,6 +33,7 @@ def test_parsers_are_the_inverse_of_names(number: int) -> None:
     assert layout.parse_ledger(layout.drops(2, number, 5)) == LedgerName(2, number, 5)
     assert layout.parse_checkpoint(layout.checkpoint(2, number)) == CheckpointName(2, number)
     assert layout.parse_weights(layout.weights(2, number)) == VersionName(2, number)
+    assert layout.parse_metrics(layout.metrics(MetricsName(2, number))) == MetricsName(2, number)
     assert layout.parse_evaluation(layout.evaluation(2, number, "gsm")) == EvaluationName(2, number, "gsm")
 
 

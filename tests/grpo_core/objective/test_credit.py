@@ -56,7 +56,7 @@ def test_shaping_comes_before_the_comparison() -> None:
     shaped = [[2, -0.5, 1, 1], [2, 2, 2, 2], [NAN, -1, 4, 0]]
     np.testing.assert_allclose(given.advantages, group_advantages(shaped, scale="none"))
     assert mean(given, "reward_shaped") == pytest.approx(np.nanmean(shaped))
-    assert mean(given, "reward") == pytest.approx(np.nanmean(REWARDS))
+    assert mean(given, "reward_mean") == pytest.approx(np.nanmean(REWARDS))
 
 
 def test_a_buffer_of_no_tokens_penalises_nothing() -> None:
@@ -100,7 +100,7 @@ def test_advantages_are_clipped_last() -> None:
 
 def test_figures_of_a_step() -> None:
     given = credit()
-    assert mean(given, "zero_variance_groups") == pytest.approx(1 / 3)
+    assert mean(given, "zero_variance_share") == pytest.approx(1 / 3)
     assert mean(given, "unscorable_rollouts") == 1 / 12
     assert mean(given, "truncated_rollouts") == 3 / 12
     assert mean(given, "reward_std") == pytest.approx((REWARDS[0].std() + np.nanstd(REWARDS[2])) / 3)

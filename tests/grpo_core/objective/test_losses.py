@@ -116,6 +116,12 @@ class Batch:
     def select(self, places: Tensor) -> Batch:
         return Batch(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
+    def extremes(self, config: Objective) -> dict[str, float]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        found: dict[str, Tensor] = {}
+        policy_loss(**fields, config=config, denominators=self.denominators(), extremes=found)
+        return {name: float(value) for name, value in found.items()}
+
     def loss(self, config: Objective, denominators: Denominators | None = None) -> tuple[Tensor, dict[str, Any]]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return policy_loss(**fields, config=config, denominators=denominators)
@@ -185,6 +191,31 @@ def test_clip_metrics_count_only_tokens_that_the_clip_holds() -> None:
     plus, minus = documented(Objective(), 1)[1], documented(Objective(), -1)[1]
     assert (plus["clip_ratio/low"], plus["clip_ratio/high"], plus["clip_ratio/region"]) == (0, 0.5, 0.5)
     assert (minus["clip_ratio/low"], minus["clip_ratio/high"], minus["clip_ratio/region"]) == (0.25, 0, 0.25)
+
+
+def test_extremes_are_those_of_trained_tokens_and_whole_sequences() -> None:
+    batch = Batch.draw([5, 8, 13, 6, 9, 7], seed=3)
+    poisoned = replace(batch, logprobs=torch.where(batch.mask, batch.logprobs, math.nan))
+    found = poisoned.extremes(Objective(epsilon=0.02, epsilon_high=0.02))
+    trained = batch.mask
+    ratios = (batch.logprobs - batch.old_logprobs)[trained].exp()
+    assert (found["ratio_min"], found["ratio_max"]) == pytest.approx((float(ratios.min()), float(ratios.max())))
+    held = torch.where(batch.advantages[trained] < 0, ratios < 0.98, torch.zeros_like(ratios) > 1)
+    above = torch.where(batch.advantages[trained] > 0, ratios > 1.02, torch.zeros_like(ratios) > 1)
+    ids = batch.sequence_ids[trained]
+    shares = [[float(side[ids == number].double().mean()) for number in range(6)] for side in (held, above)]
+    assert found["clip_ratio/low_min"] == pytest.approx(min(shares[0]))
+    assert found["clip_ratio/high_max"] == pytest.approx(max(shares[1])) and max(shares[1]) > 0
+    assert found["ratio_clamped_max"] <= found["ratio_max"]
+
+
+def test_extremes_do_not_depend_on_how_tokens_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch.draw([5, 8, 13], seed=3)
+    whole = batch.extremes(Objective())
+    monkeypatch.setattr(blocks, "CPU_BLOCK_TOKENS", 8)
+    assert batch.extremes(Objective()) == pytest.approx(whole)
+    nothing = replace(batch, mask=torch.zeros_like(batch.mask))
+    assert nothing.extremes(Objective()) == {}
 
 
 def test_documented_micro_batches_give_the_mean_of_the_step() -> None:

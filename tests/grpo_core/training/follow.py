@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from grpo_core.objective.losses import Denominators
 from grpo_core.recipe import parse
-from grpo_core.training.conductor import Commands, Idle, Save, Step
+from grpo_core.training.commands import Commands, Idle, Save, Step
 from grpo_core.training.feed import PartCache
 from grpo_core.training.loop import Rank, follow
 from grpo_core.training.sharing import pack_groups

@@ -184,7 +184,7 @@ def three_steps(directory: Path, output: Path, scenarios: dict[str, dict[str, An
     answers = {}
     for name, scenario in scenarios.items():
         policy, optimizer = policy_of(directory)
-        losses, norms, pairs, logprobs = [], [], [], []
+        losses, norms, pairs, extremes, logprobs = [], [], [], [], []
         for number in (1, 2, 3):
             rows = make_rows(scenario.get("rows", 9), seed=number)
             if scenario.get("spoil_stale"):
@@ -194,9 +194,16 @@ def three_steps(directory: Path, output: Path, scenarios: dict[str, dict[str, An
             losses.append(result.loss)
             norms.append(result.grad_norm)
             pairs.append(result.pairs)
+            extremes.append(result.extremes)
             logprobs.append({index: values.tolist() for index, values in result.logprobs.items()})
         keep(output / f"{name}.npz", weights(policy))
-        answers[name] = {"losses": losses, "norms": norms, "pairs": pairs, "logprobs": logprobs}
+        answers[name] = {
+            "losses": losses,
+            "norms": norms,
+            "pairs": pairs,
+            "extremes": extremes,
+            "logprobs": logprobs,
+        }
     return answers
 
 
@@ -365,6 +372,7 @@ def learn(directory: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
             "losses": [result.loss for result in results],
             "norms": [result.grad_norm for result in results],
             "pairs": [result.pairs for result in results],
+            "extremes": [result.extremes for result in results],
             "moved": sorted(key for key in after if not np.array_equal(after[key], before[key])),
             "logprobs": {index: values.tolist() for index, values in results[0].logprobs.items()},
         }

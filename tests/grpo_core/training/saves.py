@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from grpo_core.recipe import parse
 from grpo_core.training import checkpoint
-from grpo_core.training.conductor import Save
+from grpo_core.training.commands import Save
 from grpo_core.training.model import Policy
 from grpo_core.training.saving import SaveFailed, Saving
 from storage.checkpoints import read_manifest

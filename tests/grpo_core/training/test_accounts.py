@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from grpo_core.metrics import reported
 from grpo_core.objective.losses import Denominators
 from grpo_core.schedule.admission import Admission
 from grpo_core.training.accounts import Decisions, step_rows
@@ -33,8 +34,8 @@ def test_a_rollout_of_several_sequences_has_one_advantage_and_all_its_tokens() -
     places = [Place("part", index) for index in range(5)]
     plan = StepPlan(5, places, [-1.0, -1.0, 1.0, 0.5, -0.5], [[[0, 1, 2, 3, 4]]], 2, Denominators(6.0, 4.0), 0.1)
     logprobs = {index: np.full(int(each.generated.sum()), -0.5) for index, each in enumerate(rows)}
-    result = StepResult(0.25, 1.0, {"kl": (3.0, 6.0), "never": (0.0, 0.0)}, 0.1, logprobs)
-    account = step_rows(plan, groups, rows, result, version=4, logprobs=True)
+    result = StepResult(0.25, 1.0, {"kl": (3.0, 6.0), "kl_reference": (0.0, 0.0)}, 0.1, logprobs)
+    account = step_rows(plan, groups, rows, result, version=4, logprobs=True, given_up=Decisions(), token_budget=8)
     first, second = account.rows
     assert first["advantages"] == [-1.0, 1.0] and second["advantages"] == [0.5, -0.5]
     assert (first["tokens_generated"], first["tokens_trained"], first["tokens_masked"]) == (4, 3, 1)
@@ -42,21 +43,35 @@ def test_a_rollout_of_several_sequences_has_one_advantage_and_all_its_tokens() -
     assert (first["lease_attempt"], first["lease"], first["part"], first["state"]) == (1, 2, 3, "trained")
     assert (second["lag_mean"], second["lag_max"]) == (4 / 3, 2)
     assert account.lag_tokens == {0: 3, 1: 1, 2: 2}
-    assert account.metrics["kl"] == 0.5 and "never" not in account.metrics
-    assert account.metrics["trained_tokens"] == 6.0
-    assert account.metrics["masked_token_share"] == 1 - 6 / 7
-    assert step_rows(plan, groups, rows, result, version=4, logprobs=False).rows[0]["trainer_logprobs"] is None
+    assert reported(account.measures)["kl"] == 0.5 and "kl_reference" not in reported(account.measures)
+    assert reported(account.measures)["trained_tokens"] == 6.0
+    assert reported(account.measures)["masked_token_share"] == 1 / 7
+    assert (
+        step_rows(plan, groups, rows, result, version=4, logprobs=False, given_up=Decisions(), token_budget=8).rows[0][
+            "trainer_logprobs"
+        ]
+        is None
+    )
 
 
 def test_a_group_that_is_all_stale_has_no_lag() -> None:
     plan = StepPlan(9, [Place("part", 0), Place("part", 1)], [0.0, 0.0], [[[0, 1]]], 8, Denominators(0.0, 0.0), 0.1)
-    account = step_rows(plan, [group(7)], [row(1), row(2)], StepResult(0, 0, {}, 0, {}), version=9, logprobs=True)
+    account = step_rows(
+        plan,
+        [group(7)],
+        [row(1), row(2)],
+        StepResult(0, 0, {}, 0, {}),
+        version=9,
+        logprobs=True,
+        given_up=Decisions(),
+        token_budget=8,
+    )
     assert (account.rows[0]["lag_mean"], account.rows[0]["lag_max"], account.rows[0]["tokens_trained"]) == (
         None,
         None,
         0,
     )
-    assert account.metrics["masked_token_share"] == 1.0
+    assert reported(account.measures)["masked_token_share"] == 1.0
 
 
 def test_decisions_add_up_and_are_due_from_the_first_of_them() -> None:

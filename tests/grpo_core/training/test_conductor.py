@@ -20,14 +20,8 @@ from grpo_core.schedule.admission import NothingAdmissible
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
 from grpo_core.schedule.window import Window
 from grpo_core.training import conductor as conductor_module
-from grpo_core.training.conductor import (
-    Conductor,
-    Idle,
-    Refit,
-    Save,
-    Step,
-    TrainerStuck,
-)
+from grpo_core.training.commands import Idle, Refit, Save, Step
+from grpo_core.training.conductor import Conductor, TrainerStuck
 from grpo_core.training.planning import SequenceTooLong
 from grpo_core.training.step import FILLER, StepPlan, StepResult
 from grpo_core.trajectory import Stamp
@@ -729,6 +723,22 @@ def test_how_many_groups_lay_ready_is_told_with_each_step(stage: Stage) -> None:
     stage.conduct()
     names = ledger_names(stage.run.store)
     assert [read_ledger_footer(stage.run.store, name).metrics["ready_groups"] for name in names] == [5.0, 3.0]
+
+
+def test_a_step_reports_what_was_given_up_before_it_and_what_held_it_up(stage: Stage) -> None:
+    stage.run.whole(*(group(ordinal) for ordinal in range(4)), group(4, rewards=(None, None)))
+    stage.conduct()
+    first, second = (
+        read_ledger_footer(stage.run.store, name).metrics
+        for name in ledger_names(stage.run.store)
+        if name.drops is None
+    )
+    assert first["dropped_groups/generation_failed"] == 1.0 and "dropped_groups/generation_failed" not in second
+    assert first["wasted_tokens/generation_failed"] > 0 == second["wasted_token_share"]
+    assert first["buffered_groups"] == 2.0 and second["buffered_groups"] == 0.0
+    assert first["refit_phase_seconds/transfer"] == second["refit_phase_seconds/transfer"] == 0.1
+    assert "iteration_seconds" not in first and second["iteration_seconds"] > 0
+    assert first["length_ratio"] == 1.0 and second["lag_tokens/1"] == second["trained_tokens"]
 
 
 def test_what_a_save_cost_is_told_with_the_next_step(stage: Stage) -> None:

@@ -16,7 +16,7 @@ from grpo_core.config import CheckpointingConfig, RunConfig
 from grpo_core.recipe import parse
 from grpo_core.rollout.group import derived_seed
 from grpo_core.training import checkpoint, saving
-from grpo_core.training.conductor import Commands, Idle
+from grpo_core.training.commands import Commands, Idle
 from grpo_core.training.feed import PartCache
 from grpo_core.training.loop import Rank, follow
 from grpo_core.training.saving import SaveFailed, retain
@@ -233,9 +233,9 @@ def test_trainer_fenced_while_it_saves_commits_nothing(
 
 
 def test_unknown_metric_of_retention_is_said(run: Run, learner: Learner, capsys: pytest.CaptureFixture[str]) -> None:
-    with saving_of(run.store, learner, metric_name="reward_maen") as saver:
+    with saving_of(run.store, learner, metric_name="kl_reference") as saver:
         saver.start(save_of(3))
-    assert "has no metric 'reward_maen'" in capsys.readouterr().err
+    assert "has no metric 'kl_reference'" in capsys.readouterr().err
 
 
 def checkpoint_of(store: ObjectStore, attempt: int, step: int, **metrics: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from grpo_core.objective.diagnostics import RATIO_EXTREMES
 from tests.grpo_core import tiny
 from tests.grpo_core.training import ranks
 
@@ -105,7 +106,8 @@ def test_steps_do_move_the_weights(outcomes: dict[int, Outcome]) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_rank_reports_the_same_figures(outcomes: dict[int, Outcome], scenario: str) -> None:
     first, second = (answer[scenario] for answer in outcomes[2].ranks)
-    assert (first["losses"], first["norms"], first["pairs"]) == (second["losses"], second["norms"], second["pairs"])
+    for figures in ("losses", "norms", "pairs", "extremes"):
+        assert first[figures] == second[figures]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -193,6 +195,22 @@ def test_five_steps_in_single_precision_have_the_same_loss_on_two_ranks(learnt: 
 @pytest.mark.parametrize("name", LEARNING)
 def test_every_kind_of_step_is_the_same_on_two_ranks(learnt: dict[int, Outcome], name: str) -> None:
     assert_close(learnt[2], name, learnt[1], name, 5e-6)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_extremes_are_those_of_all_ranks_and_updates(learnt: dict[int, Outcome], name: str) -> None:
+    for one, two in zip(learnt[1].ranks[0][name]["extremes"], learnt[2].ranks[0][name]["extremes"], strict=True):
+        assert one.keys() == two.keys() == {*RATIO_EXTREMES, "micro_batch_tokens_max"}
+        assert [one[metric] for metric in RATIO_EXTREMES] == pytest.approx(
+            [two[metric] for metric in RATIO_EXTREMES], abs=1e-4
+        )
+        assert one["ratio_min"] <= one["ratio_max"] and one["ratio_clamped_min"] <= one["ratio_clamped_max"]
+
+
+def test_extremes_enclose_the_mean(learnt: dict[int, Outcome]) -> None:
+    single, several = (learnt[2].ranks[0][name]["extremes"][0] for name in ("single", "updates"))
+    assert single["ratio_min"] == single["ratio_max"] == 1.0
+    assert several["ratio_min"] < ratio(learnt[2], "updates", "ratio") < several["ratio_max"]
 
 
 def ratio(outcome: Outcome, name: str, metric: str, step: int = 0) -> float:

@@ -1,0 +1,1 @@
+"""Where metrics go: the store always, and what the recipe names beside it."""

@@ -1,0 +1,302 @@
+"""The metrics of a step, as pure functions from what it trained, what was given up and how long it took.
+
+Contract: names and reductions are those of grpo_core.metrics; a ratio is a pair (numerator, denominator). What a shard
+does not say, such as the times of rollouts made by hand, is left out. Percentiles are those of the step (nearest rank).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_core.config import ObjectiveConfig
+from grpo_core.metrics import Pair
+from grpo_core.refit.coordinator import RefitResult
+from grpo_core.training.batch import Row
+from grpo_core.training.feed import TRUNCATED, BufferedGroup
+from grpo_core.training.flops import Machine, step_flops, utilisation
+from grpo_core.training.step import FILLER, StepPlan, StepResult
+
+Measures = dict[str, float | Pair]
+NO_LAGS = np.zeros(0, dtype=np.int64)
+TURN_LIMIT = "tool_calls"
+MASKED = "masked"
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of one step as rank 0 saw them: waiting for groups, planning, the step itself, and all from the end of
+    the step before, which the first step of an attempt does not have."""
+
+    wait: float
+    plan: float
+    step: float
+    iteration: float | None
+
+
+def length_measures(groups: Sequence[BufferedGroup], rows: Sequence[Row], trained: int) -> Measures:
+    """Tokens of rollouts, turns and sequences. `rows` are those of the groups, group after group; `trained` tokens of
+    them have a gradient."""
+    owners = [(group.ordinal, rollout) for group in groups for rollout in group.rollouts]
+    generated: Counter[tuple[int, int]] = Counter()
+    turns: Counter[tuple[int, int]] = Counter()
+    for owner, row in zip(owners, rows, strict=True):
+        generated[owner] += int(row.generated.sum())
+        turns[owner] = max(turns[owner], longest_turn(row))
+    lengths, longest = list(generated.values()), list(turns.values())
+    sizes = [len(row.ids) for row in rows]
+    behind = sum(len(row.ids) - int(row.generated.sum()) - _prompt(row) for row in rows)
+    facts = [fact for group in groups for fact in group.facts]
+    measures: Measures = {
+        "completion_tokens_mean": _mean(lengths),
+        "completion_tokens_min": float(min(lengths)),
+        "completion_tokens_max": float(max(lengths)),
+        "turn_tokens_mean": _mean(longest),
+        "turn_tokens_p95": percentile(longest, 0.95),
+        "turn_tokens_max": float(max(longest)),
+        "environment_tokens_mean": (float(behind), float(len(rows))),
+        "sequence_tokens_mean": _mean(sizes),
+        "sequence_tokens_max": float(max(sizes)),
+        "trained_tokens_mean": (float(trained), float(len(rows))),
+    }
+    return measures | ({"prompt_tokens_mean": _mean([fact["prompt_length"] for fact in facts])} if facts else {})
+
+
+def longest_turn(row: Row) -> int:
+    """The longest stretch of generated tokens: between two turns there is always a token of the template or a tool."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], row.generated, [False]]).astype(np.int8)))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
+
+
+def rollout_measures(groups: Sequence[BufferedGroup], *, now: float) -> Measures:
+    """What the shards say about the rollouts. `now`, in Unix seconds, is when they were trained."""
+    facts = [fact for group in groups for fact in group.facts]
+    if not facts:
+        return {}
+    turns, calls = _values(facts, "turns"), _values(facts, "tool_calls")
+    joins = {kind: sum(_values(facts, f"joins_{kind}")) for kind in ("clean", "realign", "fork")}
+    joined = sum(joins.values())
+    endings = Counter(fact["finish_reason"] for fact in facts)
+    count, tool_seconds = float(len(facts)), sum(_values(facts, "tool_seconds"))
+    measures: Measures = {
+        "rollout/turns_mean": _mean(turns),
+        "rollout/turns_p95": percentile(turns, 0.95),
+        "rollout/turns_p99": percentile(turns, 0.99),
+        "rollout/turns_max": max(turns),
+        "rollout/turns_total": sum(turns),
+        "rollout/natural_end_share": (count - endings[TRUNCATED] - endings[TURN_LIMIT], count),
+        "rollout/turn_limit_share": (float(endings[TURN_LIMIT]), count),
+        "rollout/tool_seconds": (tool_seconds, count),
+        "rollout/sequences": (float(sum(len(group.rows) for group in groups)), count),
+        "rollout/fork_share": (joins["fork"], joined),
+        "rollout/realign_share": (joins["realign"], joined),
+        "rollout/drift_tokens_mean": (sum(_values(facts, "drift_tokens")), joined),
+        "rollout/drift_tokens_max": max(_values(facts, "drift_max"), default=0.0),
+        "tools/calls": sum(calls),
+        "tools/calls_mean": _mean(calls),
+        "tools/failure_share": (sum(_values(facts, "tool_failures")), sum(calls)),
+        "tools/seconds": (tool_seconds, sum(calls)),
+    }
+    return measures | _time_measures(facts, tool_seconds, now)
+
+
+def _time_measures(facts: Sequence[Mapping[str, Any]], tool_seconds: float, now: float) -> Measures:
+    """Those of the rollouts whose times are known."""
+    seconds, first = _between(facts, "submitted_at", "finished_at"), _between(facts, "submitted_at", "first_token_at")
+    measures: Measures = {}
+    if seconds:
+        measures |= {
+            "rollout/seconds_mean": _mean(seconds),
+            "rollout/seconds_p95": percentile(seconds, 0.95),
+            "rollout/seconds_max": max(seconds),
+            "rollout/generation_seconds": (sum(seconds) - tool_seconds, float(len(seconds))),
+            "rollout/queue_seconds": _mean([now - at for at in _values(facts, "finished_at")]),
+        }
+    return measures | ({"rollout/first_token_seconds": _mean(first)} if first else {})
+
+
+def composition_measures(
+    plan: StepPlan,
+    groups: Sequence[BufferedGroup],
+    rows: Sequence[Row],
+    result: StepResult,
+    *,
+    trained: int,
+    token_budget: int,
+) -> Measures:
+    """How much the step held and how it was packed. `rows` are those of plan.places, fillers included."""
+    real = [place for place in range(len(rows)) if plan.places[place].part != FILLER.part]
+    sizes = np.array([len(row.ids) for row in rows])
+    loads = [[int(sizes[row].sum()) for row in batch] for batch in plan.micro_batches]
+    batches = float(sum(len(batch) for batch in plan.micro_batches))
+    forwarded = int(sizes[real].sum())
+    saved = result.pairs.get("prefix_tokens_saved", (0.0, 0.0))[0]
+    advantages = [plan.advantages[place] for place in real if not plan.trained or plan.trained[place]]
+    measures: Measures = {
+        "groups": float(len(groups)),
+        "rollouts": float(sum(len(set(group.rollouts)) for group in groups)),
+        "sequences": float(len(real)),
+        "trained_sequences": plan.denominators.sequences,
+        "forwarded_tokens": float(forwarded),
+        "trained_tokens": float(trained),
+        "untrained_token_share": (float(forwarded - trained), float(forwarded)),
+        "updates": float(len(plan.micro_batches_by_update())),
+        "micro_batches": float(len(plan.micro_batches)),
+        "sequences_per_micro_batch": (float(len(real)), batches),
+        "micro_batch_tokens_mean": (float(sizes.sum()) - saved, batches),
+        "micro_batch_fill": (float(sizes.sum()) - saved, batches * token_budget),
+        "rank_imbalance": (sum(max(load) * len(load) / sum(load) for load in loads), float(len(loads))),
+        "learning_rate": plan.learning_rate,
+    }
+    if advantages:
+        measures |= {"advantage_min": min(advantages), "advantage_max": max(advantages)}
+    return measures
+
+
+def weight_measures(pairs: Mapping[str, Pair]) -> Measures:
+    """The effective sample size of the importance weights, (Σ w)² / Σ w², in tokens."""
+    (total, _), (squares, _) = (
+        pairs.get(name, (0.0, 0.0)) for name in ("importance_weight", "importance_weight_squared")
+    )
+    return {"effective_sample_size": total**2 / squares} if squares else {}
+
+
+def lag_measures(lags: np.ndarray) -> Measures:
+    """Lag of the trained tokens, and how many tokens had each."""
+    values, counts = np.unique(lags, return_counts=True)
+    return {
+        "lag_mean": float(lags.mean()) if len(lags) else 0.0,
+        "lag_max": float(lags.max(initial=0)),
+        **{f"lag_tokens/{lag}": float(count) for lag, count in zip(values.tolist(), counts.tolist(), strict=True)},
+    }
+
+
+def waste_measures(
+    trained: Sequence[BufferedGroup],
+    dropped: Iterable[tuple[BufferedGroup, str]],
+    returned: Iterable[tuple[BufferedGroup, str]],
+    *,
+    generated_tokens: int,
+    trained_tokens: int,
+) -> Measures:
+    """What was generated and not trained, by cause, and whether training prefers short answers. `generated_tokens` are
+    those of the trained groups."""
+    measures: Measures = {}
+    wasted: Counter[str] = Counter({MASKED: generated_tokens - trained_tokens})
+    decided = [group.lengths for group in trained]
+    for family, groups in (("dropped_groups", dropped), ("returned_groups", returned)):
+        reasons: Counter[str] = Counter()
+        for group, reason in groups:
+            reasons[reason] += 1
+            wasted[reason] += sum(group.lengths)
+            decided.append(group.lengths)
+        measures |= {f"{family}/{reason}": float(count) for reason, count in reasons.items()}
+    measures |= {f"wasted_tokens/{cause}": float(tokens) for cause, tokens in wasted.items()}
+    measures["wasted_token_share"] = (float(wasted.total()), float(trained_tokens + wasted.total()))
+    kept, everything = (
+        [length for lengths in each for length in lengths if length]
+        for each in ([group.lengths for group in trained], decided)
+    )
+    if kept:
+        measures["length_ratio"] = float(np.mean(kept) / np.mean(everything))
+    return measures
+
+
+def clock_measures(clock: Clock, result: StepResult, counts: Mapping[str, float | Pair]) -> Measures:
+    """Times of the step, and the rates that follow from them and from what it counted."""
+    trained, forwarded, rollouts = (_count(counts, name) for name in ("trained_tokens", "forwarded_tokens", "rollouts"))
+    measures: Measures = {
+        "wait_seconds": clock.wait,
+        "plan_seconds": clock.plan,
+        "step_seconds": clock.step,
+        **result.phases,
+        "forwarded_tokens_per_busy_second": (forwarded, clock.step),
+    }
+    if clock.iteration is None:
+        return measures
+    return measures | {
+        "iteration_seconds": clock.iteration,
+        "trainer_utilisation": (clock.step, clock.iteration),
+        "wait_share": (clock.wait, clock.iteration),
+        "trained_tokens_per_second": (trained, clock.iteration),
+        "forwarded_tokens_per_second": (forwarded, clock.iteration),
+        "rollouts_per_second": (rollouts, clock.iteration),
+    }
+
+
+def refit_measures(refits: Sequence[tuple[RefitResult, float]]) -> Measures:
+    """Refits since the step before, each with its wall time in seconds."""
+    if not refits:
+        return {}
+    phases: dict[str, float] = defaultdict(float)
+    for result, _ in refits:
+        for phase, seconds in result.seconds.items():
+            phases[phase] += seconds
+    return {
+        "refit_seconds": sum(seconds for _, seconds in refits),
+        "refit_bytes": float(sum(result.bytes for result, _ in refits)),
+        "refit_canary": max((value for result, _ in refits for value in result.canary.values()), default=0.0),
+        **{f"refit_phase_seconds/{phase}": float(seconds) for phase, seconds in phases.items()},
+    }
+
+
+def arithmetic_measures(
+    machine: Machine, plan: StepPlan, rows: Sequence[Row], objective: ObjectiveConfig, clock: Clock
+) -> Measures:
+    """Model FLOPs utilisation with both denominators, where the peak is known. Shared prefixes count as if they were
+    not: the arithmetic is what the sequences ask for."""
+    updates = len(plan.micro_batches_by_update())
+    recomputed = objective.proximal_policy == "recomputed" and not objective.force_on_policy_ratio
+    scored = (float(objective.beta > 0)) + ((updates - 1) / updates if recomputed else 0.0)
+    flops = step_flops(
+        machine.shape,
+        [len(row.ids) for row in rows],
+        sum(int(row.generated[1:].sum()) for row in rows),
+        scored=scored,
+    )
+    measures: Measures = {"flops_per_second": (flops, clock.step * machine.devices)}
+    if machine.peak_flops is None or clock.step <= 0:
+        return measures
+    shares = utilisation(
+        flops,
+        wall_seconds=clock.iteration or clock.step,
+        busy_seconds=clock.step,
+        peak_flops=machine.peak_flops,
+        devices=machine.devices,
+    )
+    measures["mfu_of_busy"] = shares.of_busy
+    return measures if clock.iteration is None else measures | {"mfu_of_wall": shares.of_wall}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of them does not exceed."""
+    return float(sorted(values)[math.ceil(share * len(values)) - 1])
+
+
+def _count(counts: Mapping[str, float | Pair], name: str) -> float:
+    value = counts[name]
+    assert not isinstance(value, tuple), name
+    return value
+
+
+def _mean(values: Sequence[float]) -> Pair:
+    return float(sum(values)), float(len(values))
+
+
+def _values(facts: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(fact[name]) for fact in facts if fact[name] is not None]
+
+
+def _between(facts: Sequence[Mapping[str, Any]], start: str, end: str) -> list[float]:
+    return [fact[end] - fact[start] for fact in facts if fact[start] is not None and fact[end] is not None]
+
+
+def _prompt(row: Row) -> int:
+    """Tokens before the first generated one."""
+    where = np.flatnonzero(row.generated)
+    return int(where[0]) if len(where) else len(row.ids)
