@@ -28,7 +28,7 @@ from grpo_core.refit.coordinator import RefitFailed, RefitResult
 from grpo_core.schedule.admission import Admission, Admissions
 from grpo_core.schedule.window import Window
 from grpo_core.training.accounts import Decisions, step_rows, unfinished_rows
-from grpo_core.training.commands import Commands, Idle, Refit, Save, Step
+from grpo_core.training.commands import Command, Commands, Idle, Refit, Save, Step
 from grpo_core.training.feed import BufferedGroup, Feed
 from grpo_core.training.flops import Machine
 from grpo_core.training.measures import Clock, Measures, arithmetic_measures, clock_measures, refit_measures
