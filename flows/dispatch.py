@@ -84,7 +84,7 @@ class Dispatcher:
                 self._seal(lease, f"failed ({type(error).__name__}: {error})", blame=not isinstance(error, NoEngine))
                 continue
             del self.open[number]
-            self.leasing.arrived(result.arrived)
+            self.leasing.arrived(number, result.arrived)
             failed = sum(result.failures.values())
             if failed < len(result.arrived):
                 self._tolerance.succeeded()
@@ -99,10 +99,14 @@ class Dispatcher:
         if self.stop.is_set():
             return
         footer = self.trajectories.seal(record.lease, record.ordinals)
-        self.leasing.arrived(tuple(set(record.ordinals) - set(footer.returned)))
-        self.leasing.gave_back(footer.returned, failed=blame)
+        arrived = set(record.ordinals) - set(footer.returned)
+        self.leasing.arrived(record.lease, arrived)
+        self.leasing.gave_back(record.lease, footer.returned, failed=blame)
         self.control.warn(f"lease {record.lease} {why}; {len(footer.returned)} of its ordinals are leased again")
-        self._tolerance.failed(f"lease {record.lease} {why}")
+        if arrived:
+            self._tolerance.succeeded()
+        else:
+            self._tolerance.failed(f"lease {record.lease} {why}")
 
 
 def _any_set(*events: threading.Event) -> bool:

@@ -17,6 +17,7 @@ import aiohttp
 from grpo_core.config import EvaluationConfig
 from grpo_core.evaluation import Evaluation, evaluation_of
 from grpo_core.prompts import Row
+from grpo_core.rollout.concurrency import together
 from grpo_core.rollout.episodes import EnvironmentFailed
 from grpo_core.rollout.group import Generator, RolloutFailed, Task
 from grpo_core.rollout.rewards import RewardError, Scores
@@ -114,10 +115,9 @@ async def _sample(generator: Generator, rows: Sequence[Row], stamp: Stamp) -> li
         rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
         return _records(row, request, rollouts, await generator.score(task.prompt, rollouts), stamp)
 
-    async with aiohttp.ClientSession() as session:
-        answers = await asyncio.gather(
-            *(one(request, session) for request in requests(generator.config.evaluation, len(rows)))
-        )
+    # An engine batches only what has reached it, so nothing may wait for a connection.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        answers = await together(one(request, session) for request in requests(generator.config.evaluation, len(rows)))
     return [record for records in answers for record in records]
 
 

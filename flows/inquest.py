@@ -24,6 +24,8 @@ from storage.trajectories import PartFooter, TrajectoryStore
 
 # Twice as many as can be open at once.
 LEASES = 400
+# Attempts that are looked at, at most; those that died before a lease count for nothing.
+LOOK_BACK = 20
 PARALLEL_READS = 8
 
 
@@ -41,22 +43,26 @@ class Remains:
 
     failure_counts: dict[int, int]
     in_flight: frozenset[int]
+    leased: bool
 
 
 def hold_inquest(store: ObjectStore, newest: int, *, lives: int, leasable: Callable[[int], bool]) -> Inquest:
     """Look at the attempts up to `newest`, before the next one begins. An ordinal that has cost `lives` lives of the
     flow, alone at the last, counts as having failed that often. `leasable`: whether an ordinal is to be leased again;
-    others came to something, even if nothing is left of their lease."""
-    claims = [read_attempt(store, number) for number in range(newest, max(0, newest - lives), -1)]
+    others came to something, even if nothing is left of their lease. An attempt that died before its first lease tells
+    nothing about anybody."""
+    claims = [read_attempt(store, number) for number in range(newest, max(0, newest - LOOK_BACK), -1)]
     failures: dict[int, int] = {}
     deaths: list[frozenset[int]] = []
     in_a_row = True
     for later, claim in zip([None, *claims], claims, strict=False):
+        if len(deaths) >= max(lives, 2):
+            break
         remains = _remains(store, claim.attempt)
         for ordinal, count in remains.failure_counts.items():
             failures[ordinal] = max(count, failures.get(ordinal, 0))
         in_a_row = in_a_row and _died(store, claim, later)
-        if in_a_row:
+        if in_a_row and remains.leased:
             deaths.append(frozenset(ordinal for ordinal in remains.in_flight if leasable(ordinal)))
     verdict = judge(deaths, lives=lives)
     return Inquest(failures | dict.fromkeys(verdict.culprits, lives), verdict.suspects)
@@ -105,4 +111,4 @@ def remains_of(records: list[LeaseRecord], footers: list[PartFooter]) -> Remains
     for footer in footers:
         settled.setdefault(footer.name.lease, set()).update(footer.settled)
     open_ordinals = (set(record.ordinals) - settled.get(record.lease, set()) for record in records)
-    return Remains(failures, frozenset().union(*open_ordinals))
+    return Remains(failures, frozenset().union(*open_ordinals), leased=bool(records))

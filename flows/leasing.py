@@ -7,6 +7,7 @@ something.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pyarrow.compute as pc
@@ -51,6 +52,7 @@ class Leasing:
         self.steps_done = 0 if parent is None else parent.step
         self._next_version = self.steps_done // window.every_steps
         self._next_lease = 0
+        self._holder: dict[int, int] = {}  # ordinal in flight → its lease
         self._drops = 0
         self._supply = Supply.of(prompts_per_step=window.prompts_per_step, ceiling=window.most_open)
         self._suspects = Suspects()
@@ -111,6 +113,8 @@ class Leasing:
         ordinals = rows.column("ordinal").to_pylist()
         arrived = [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
         self.frontier.buffered(arrived)
+        for ordinal in arrived:
+            self._holder.pop(ordinal, None)
         self.frontier.trained(rows.filter(pc.field("state") == TRAINED).column("ordinal").to_pylist(), name.step)
         self.frontier.returned(rows.filter(pc.field("state") == RETURNED).column("ordinal").to_pylist())
         dropped = rows.filter(pc.field("state") == DROPPED)
@@ -151,6 +155,7 @@ class Leasing:
             failure_counts={ordinal: failures[ordinal] for ordinal in ordinals if ordinal in failures},
         )
         write_lease(self._store, record)
+        self._holder |= dict.fromkeys(ordinals, record.lease)
         self._next_lease += 1
         return record
 
@@ -176,12 +181,14 @@ class Leasing:
         end = self._prompts.recorded(frontier.next_ordinal + self._window.most_open)
         if end is None:
             return self._window.most_open
-        return len(frontier.members(OrdinalState.RETURNED)) + max(0, end - frontier.next_ordinal)
+        given_back = len(frontier.members(OrdinalState.RETURNED)) + len(frontier.members(OrdinalState.NEW))
+        return given_back + max(0, end - frontier.next_ordinal)
 
     def _choose(self, count: int) -> tuple[int, ...]:
         """Put up to `count` ordinals in flight: while there are suspects, some of them and nothing beside them."""
         returned = frozenset(self.frontier.members(OrdinalState.RETURNED))
         in_flight = frozenset(self.frontier.members(OrdinalState.IN_FLIGHT))
+        self._suspects = self._suspects.among(returned | in_flight)
         tried = self._suspects.next(returned=returned, in_flight=in_flight, count=count)
         if tried is None:
             return tuple(self.frontier.lease(count))
@@ -193,16 +200,21 @@ class Leasing:
         """Whether this attempt has leased anything yet."""
         return self._next_lease > 0
 
-    def arrived(self, ordinals: tuple[int, ...]) -> None:
-        """Groups of these ordinals are durable; the ledger may already have said more about them."""
-        self.frontier.buffered(
-            [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
-        )
+    def arrived(self, lease: int, ordinals: Iterable[int]) -> None:
+        """Groups of these ordinals are durable in this lease."""
+        self.frontier.buffered(self._released(lease, ordinals))
 
-    def gave_back(self, ordinals: tuple[int, ...], *, failed: bool) -> None:
-        """A sealed lease gave these back without a group; the ledger may already have said more about them. `failed`:
-        each of them has failed once more."""
-        missing = [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
+    def gave_back(self, lease: int, ordinals: Iterable[int], *, failed: bool) -> None:
+        """A sealed lease gave these back without a group. `failed`: each of them has failed once more."""
+        missing = self._released(lease, ordinals)
         for ordinal in missing if failed else ():
             self.frontier.set_failure_count(ordinal, self.frontier.failure_counts.get(ordinal, 0) + 1)
         self.frontier.returned(missing)
+
+    def _released(self, lease: int, ordinals: Iterable[int]) -> list[int]:
+        """Those of them that were in flight in this lease. The ledger may have said more about others meanwhile, and they
+        may be in flight again, in another lease."""
+        mine = [ordinal for ordinal in ordinals if self._holder.get(ordinal) == lease]
+        for ordinal in mine:
+            del self._holder[ordinal]
+        return mine

@@ -37,6 +37,7 @@ from storage import layout
 from storage.attempts import AttemptClaim, Fence
 from storage.checkpoints import Manifest
 from storage.errors import ObjectMissing, StorageError
+from storage.layout import CheckpointName
 from storage.metrics import Point
 from storage.trajectories import TrajectoryStore
 
@@ -90,6 +91,7 @@ class Pipeline:
         self._shown = 0.0
         self._history: deque[dict[str, float | None]] = deque(maxlen=HISTORY)
         self._origin: Materialisation | None = None
+        self._resumed_from: CheckpointName | None = None
 
     def finish(self, policy: Callable[[], Path], *, after: int) -> None:
         """Run to the last step and the last evaluation. Raise Stopped, RunFailed or what a component raised.
@@ -99,18 +101,22 @@ class Pipeline:
         self._wait_for_engines()
         directory = policy()
         self._origin = record_origin(self._run, directory)
-        died_at: float | None = None
+        died: tuple[float, CheckpointName | None] | None = None
         while True:
             try:
                 self._attempt(directory, after)
                 record_progress(self._run, self._origin)
                 return
             except ChildFailed as failure:
-                if died_at is not None and time.monotonic() - died_at < PATIENCE_SECONDS:
+                if died is not None and time.monotonic() - died[0] < PATIENCE_SECONDS:
                     raise RunFailed(
                         f"the trainer died twice within {PATIENCE_SECONDS / 60:.0f} minutes: {failure}"
                     ) from failure
-                died_at, after = time.monotonic(), after + 1
+                if died is not None and died[1] == self._resumed_from:
+                    raise RunFailed(
+                        f"the trainer died twice without a new checkpoint in between: {failure}"
+                    ) from failure
+                died, after = (time.monotonic(), self._resumed_from), after + 1
                 self._control.warn(f"{failure}\nA new attempt continues from the newest checkpoint.")
 
     def _wait_for_engines(self) -> None:
@@ -129,6 +135,11 @@ class Pipeline:
                 self._round(attempt)
                 time.sleep(self._run.store.poll_seconds)
             self._observe(attempt)
+            if attempt.leasing.last_step < 1:
+                raise RunFailed(
+                    f"the stream of run {self._config.run_id} ended before it filled one step of "
+                    f"grpo.num_prompts_per_step={self._config.grpo.num_prompts_per_step}; lower it or raise grpo.max_num_epochs"
+                )
             if status != 0:
                 # A trainer that a newer attempt fenced died as it should; another one would fence that attempt.
                 attempt.fence.check()
@@ -153,6 +164,7 @@ class Pipeline:
         """Claim the attempt and start its trainer."""
         store, keep = self._run.store, self._config.checkpointing.load_replay_buffer
         parent = newest_checkpoint(self._run, self._control.warn)
+        self._resumed_from = None if parent is None else parent.name
         claim = claim_attempt(self._run, parent, after=after)
         fence = Fence(store, claim.attempt)
         leasing = Leasing(store, claim.attempt, self._run.window, self._prompts, parent, keep_buffered=keep)

@@ -136,7 +136,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/seconds_max", "seconds", MAX, "longest rollout", "", "train/trajectory_duration_s/max"),
     Metric("rollout/generation_seconds", "seconds", RATIO, "the part of a rollout that tools did not take", "rollout/generate_s"),
     Metric("rollout/tool_seconds", "seconds", RATIO, "the part of a rollout that tools took", "rollout/tool_s"),
-    Metric("rollout/first_token_seconds", "seconds", RATIO, "from the first request to its first token"),
     Metric("rollout/queue_seconds", "seconds", RATIO, "from the last answer of a rollout to the step that trains it", "sample/time_in_queue_s"),
     Metric("rollout/sequences", "sequences", RATIO, "sequences of a rollout", "rollout/samples_per_rollout"),
     Metric("rollout/fork_share", "share", RATIO, "joins of two turns that began a new sequence", "rollout/fork_frac"),

@@ -63,6 +63,8 @@ class StreamedPrompts:
             return self._chunks * self._source.chunk_size
 
     def __enter__(self) -> StreamedPrompts:
+        if self._chunks > 0 and self.size is None and self._chunk(self._chunks - 1).last:
+            self._end(self._chunks - 1)
         if self.size is None:
             threading.Thread(target=self._record, name="prompt-log", daemon=True).start()
         return self
@@ -79,28 +81,28 @@ class StreamedPrompts:
         size = self._source.chunk_size
         try:
             rows = stream_rows(self._source, skip=self._chunks * size)
-            ended = self._chunks > 0 and self._chunk(self._chunks - 1).last
-            while not ended and self._asked():
+            while self._asked():
                 prompts = tuple(LoggedPrompt(row.messages, row.columns) for row in islice(rows, size))
                 # Whoever recorded this chunk before us recorded the same part of the stream.
                 write_chunk(self._store, self._chunks, Chunk(prompts, last=len(prompts) < size))
-                ended = self._chunk(self._chunks).last
+                if self._chunk(self._chunks).last:
+                    self._end(self._chunks)
+                    return
                 with self._changed:
                     self._chunks += 1
-            if ended:
-                self._end()
         except DataError as failure:
             with self._changed:
                 self._failure = failure
         except Exception as error:  # noqa: BLE001 - a thread has nobody above it; whoever asks next hears of it
             with self._changed:
-                self._failure = DataError(f"the prompt log of {self._store.url} cannot be written: {error}")
+                self._failure = DataError(f"the prompt log of {self._store.url} cannot be recorded or read: {error}")
 
-    def _end(self) -> None:
-        size = (self._chunks - 1) * self._source.chunk_size + len(self._chunk(self._chunks - 1).prompts)
+    def _end(self, last: int) -> None:
+        """The stream ends with chunk `last`. Its size is known at once, so that nobody counts on a whole chunk."""
+        size = last * self._source.chunk_size + len(self._chunk(last).prompts)
         end_log(self._store, size)
         with self._changed:
-            self.size = size
+            self._chunks, self.size = last + 1, size
 
     def _asked(self) -> bool:
         """Wait until prompts are wanted that are not recorded. False when we are to end."""

@@ -54,7 +54,7 @@ class Turn:
     finish_reason: str
     engine: str = ""
     submitted_at: float = 0.0
-    first_token_at: float = 0.0
+    first_token_at: float | None = None
     finished_at: float = 0.0
 
 

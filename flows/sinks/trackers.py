@@ -52,7 +52,9 @@ class MlflowRun:
         self._mlflow.start_run(run_id=known[0].info.run_id if known else None, run_name=None if known else run_id)
 
     def write(self, point: Point) -> None:
-        self._mlflow.log_metrics(dict(point.metrics), step=point.step)
+        # Its names may not hold an @.
+        metrics = {name.replace("@", "_at_"): value for name, value in point.metrics.items()}
+        self._mlflow.log_metrics(metrics, step=point.step)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -8,9 +8,9 @@ from pydantic import Field, PositiveInt
 
 from grpo_core.config.section import Section
 
-# `module:name`; the name may have dots.
 # The source of reward that an environment is, beside the functions.
 ENVIRONMENT_SOURCE = "environment"
+# `module:name`; the name may have dots.
 IMPORTABLE = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 
 

@@ -35,8 +35,6 @@ from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn
 
 __all__ = ["FAILED", "OK", "Generator", "RolloutFailed", "Task", "check_rollouts", "derived_seed"]
 
-# The name of an environment's reward among those of the reward functions.
-
 
 class RolloutFailed(RuntimeError):
     """A rollout that failed more often than its budget allows; the message names the last cause."""
@@ -258,8 +256,8 @@ class Generator:
                 cause = error
                 if since is not None and isinstance(error, InvalidGeneration) and error.reason == "aborted":
                     raise TurnAborted(str(error)) from error
-                if isinstance(error, InvalidGeneration) and error.reason == OLD_SALT:
-                    # Nothing is wrong with the engine: a refit came between. The next try has the new salt.
+                if isinstance(error, InvalidGeneration) and error.reason in (OLD_SALT, "aborted"):
+                    # Nothing is wrong with the engine: a refit came between, or we ended the request ourselves.
                     continue
                 avoid.add(member.name)
                 self.pool.failed(member.name)

@@ -200,15 +200,21 @@ def _weighted(index: int, components: Components, weights: dict[str, float]) -> 
     return math.fsum(known) if known else math.nan
 
 
+def answer_of(completion: list[dict[str, Any]]) -> str:
+    """What the policy said last; nothing when a tool or the environment had the last word, because tokens ran out."""
+    last = completion[-1]
+    return str(last["content"]) if last["role"] == "assistant" else ""
+
+
 def reasoning_gym_score(
     completions: list[list[dict[str, str]]], entry: list[str], task: list[str], **columns: Any
 ) -> list[float]:
-    """reasoning-gym's own scorer for the task; the answer is the text of the last message."""
+    """reasoning-gym's own scorer for the task; the answer is what the policy said last."""
     import reasoning_gym
 
     score = reasoning_gym.get_score_answer_fn(task[0])
     return [
-        float(score(completion[-1]["content"].strip(), json.loads(row)))
+        float(score(answer_of(completion).strip(), json.loads(row)))
         for completion, row in zip(completions, entry, strict=True)
     ]
 
@@ -217,15 +223,15 @@ def reasoning_gym_last_number(
     completions: list[list[dict[str, str]]], entry: list[str], task: list[str], **columns: Any
 ) -> list[float]:
     """reasoning-gym's own score of the last whole number in the answer; 0 without one. For models that talk."""
-    numbers = [re.findall(r"-?\d+", completion[-1]["content"]) for completion in completions]
+    numbers = [re.findall(r"-?\d+", answer_of(completion)) for completion in completions]
     shortened = [[{"role": "assistant", "content": found[-1] if found else ""}] for found in numbers]
     return reasoning_gym_score(shortened, entry, task)
 
 
 def exact_match(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the text of the last message is the column `answer`, else 0."""
+    """1 where what the policy said last is the column `answer`, else 0."""
     return [
-        float(completion[-1]["content"].strip() == expected.strip())
+        float(answer_of(completion).strip() == expected.strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
@@ -244,7 +250,7 @@ def math_verify(completions: list[list[dict[str, str]]], answer: list[str], **co
         gold = parse(expected if "\\" in expected or "$" in expected else f"${expected}$", kinds, parsing_timeout=None)
         if not gold:
             return None
-        found = parse(completion[-1]["content"], kinds, parsing_timeout=None)
+        found = parse(answer_of(completion), kinds, parsing_timeout=None)
         return float(verify(gold, found, timeout_seconds=None))
 
     return [score(completion, expected) for completion, expected in zip(completions, answer, strict=True)]

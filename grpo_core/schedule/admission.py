@@ -5,7 +5,7 @@ Invariants:
   * whole groups; a step trains exactly `prompts_per_step` of them, or does not begin;
   * late binding: `windowed` takes the admissible groups with the oldest weights first, so that none goes stale while
     others are trained, `freshest` those with the newest; `in_order` takes the groups that were leased for this very
-    step. Ties go to the lowest ordinal, so the choice depends on nothing but what is buffered;
+    step, or for one that the data do not reach any more. Ties go to the lowest ordinal, so the choice depends on nothing but what is buffered;
   * a step that cannot be filled is not waited for without end: what it may refill is bounded, and batch after batch
     without one admissible group ends the run with the most frequent cause.
 """
@@ -80,6 +80,7 @@ class Admissions:
         if step != self._step:
             self._step, self._refilled = step, 0
         admissible: list[Candidate] = []
+        sound = False
         returned: dict[int, str] = {}
         dropped: dict[int, str] = {}
         for candidate in candidates:
@@ -90,9 +91,11 @@ class Admissions:
             elif candidate.zero_variance and self._refilled < self.window.refills:
                 self._refilled += 1
                 dropped[candidate.ordinal] = ZERO_VARIANCE
-            elif candidate.target_step in (None, step):
-                admissible.append(candidate)
-        self._note(bool(admissible), [*returned.values(), *dropped.values()], step)
+            else:
+                sound = True
+                if candidate.target_step in (None, step) or candidate.target_step > last_step:
+                    admissible.append(candidate)
+        self._note(sound, [*returned.values(), *dropped.values()], step)
         chosen, left = self._chosen(admissible)
         held_back = step < last_step and (
             self._overtakes(left, step, in_flight or {}) or self._too_early(step, bound or {})
@@ -118,7 +121,8 @@ class Admissions:
         if len(admissible) < count:
             return (), admissible
         sign = -1 if self.window.sampler == "freshest" else 1
-        ordered = sorted(admissible, key=lambda candidate: (sign * candidate.oldest_version, candidate.ordinal))
+        # Under `in_order` the step's own groups come before those that have no step left.
+        ordered = sorted(admissible, key=lambda each: (each.target_step or 0, sign * each.oldest_version, each.ordinal))
         return tuple(candidate.ordinal for candidate in ordered[:count]), ordered[count:]
 
     def _overtakes(self, left: Sequence[Candidate], step: int, in_flight: Mapping[int, int]) -> bool:
@@ -146,8 +150,8 @@ class Admissions:
         first = self.window.sampler == "in_order" and not self._started and self.window.max_age > 0
         return first and bound.get(step + 1, 0) < self.window.prompts_per_step
 
-    def _note(self, any_admissible: bool, causes: Sequence[str], step: int) -> None:
-        if any_admissible:
+    def _note(self, any_sound: bool, causes: Sequence[str], step: int) -> None:
+        if any_sound:
             self._in_a_row.clear()
             return
         self._in_a_row.update(causes)

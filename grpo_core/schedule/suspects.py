@@ -24,6 +24,10 @@ class Suspects:
 
     ordinals: frozenset[int] = frozenset()
 
+    def among(self, ordinals: frozenset[int]) -> Suspects:
+        """Those that are not cleared yet: `ordinals` are returned or in flight."""
+        return Suspects(self.ordinals & ordinals)
+
     def next(self, *, returned: frozenset[int], in_flight: frozenset[int], count: int) -> tuple[int, ...] | None:
         """Up to `count` suspects to try now; none while a try is under way; None when there is nobody to suspect."""
         waiting = sorted(self.ordinals & returned)

@@ -107,7 +107,12 @@ class Window:
         `bound` maps a target step to its open ordinals. So a run begins with max_age + 1 targets, each new version
         brings one more, and a target of which a group was dropped or lost in a restart is filled up first.
         """
+        last = self.last_step(done=done, settled=settled)
+        # Near the end of the data a drop can leave groups without a step of their own: they serve the steps that are left.
+        spare = sum(count for step, count in bound.items() if step > last)
         for step in range(done + 1, self.horizon(live_version=live_version, done=done, settled=settled) + 1):
             missing = self.prompts_per_step - bound.get(step, 0)
-            if missing > 0:
-                yield step, missing
+            served = min(spare, max(0, missing))
+            spare -= served
+            if missing > served:
+                yield step, missing - served

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, StreamData
 from grpo_core.metrics import finite, reported
 from grpo_core.objective.credit import Credit, step_advantages
 from grpo_core.refit.control import EngineAddress
@@ -141,7 +141,8 @@ class Conductor:
         feed, began, progress, idle = self._feed, time.monotonic(), time.monotonic(), time.monotonic()
         pending, ready = Decisions(), -1
         while not self._ending():
-            if feed.poll():
+            # Before the first lease nothing can arrive: version 0 may be under evaluation.
+            if feed.poll() or feed.last_lease < 0:
                 progress = time.monotonic()
                 self._doubt_engines()
             admission = self._decide(step)
@@ -252,11 +253,17 @@ class Conductor:
             minibatches=config.grpo.minibatches,
             version=window.training_version(step),
             oldest_version=window.oldest_version(step),
-            max_completion_length=config.generation.max_completion_length,
-            learning_rate=learning_rate(step - 1, window.last_step(), config.optimizer),
+            max_completion_length=config.generation.max_rollout_length or config.generation.max_completion_length,
+            learning_rate=learning_rate(step - 1, self._scheduled_steps(), config.optimizer),
         )
         self._clock = replace(self._clock, plan=time.monotonic() - began)
         return plan
+
+    def _scheduled_steps(self) -> int:
+        """The length of the learning rate's schedule. A stream's end may become known at any moment, and must not bend it."""
+        if isinstance(self._config.data.source, StreamData):
+            return self._window.steps
+        return self._window.last_step()
 
     def _record(self, plan: StepPlan, groups: Sequence[BufferedGroup], result: StepResult) -> None:
         """Ledger the step, durable before anything else happens because of it."""

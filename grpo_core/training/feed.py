@@ -34,7 +34,7 @@ from storage.trajectories import PartFooter, TrajectoryStore
 # What a shard says about a rollout beside its tokens, the same in all of its rows but for the prompt.
 ROLLOUT_FACTS = (
     "finish_reason", "prompt_length", "turns", "tool_calls", "tool_failures", "tool_seconds", "submitted_at",
-    "first_token_at", "finished_at", "joins_clean", "joins_realign", "joins_fork", "drift_tokens", "drift_max",
+    "finished_at", "joins_clean", "joins_realign", "joins_fork", "drift_tokens", "drift_max",
 )  # fmt: skip
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",

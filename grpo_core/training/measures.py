@@ -107,7 +107,7 @@ def rollout_measures(groups: Sequence[BufferedGroup], *, now: float) -> Measures
 
 def _time_measures(facts: Sequence[Mapping[str, Any]], tool_seconds: float, now: float) -> Measures:
     """Those of the rollouts whose times are known."""
-    seconds, first = _between(facts, "submitted_at", "finished_at"), _between(facts, "submitted_at", "first_token_at")
+    seconds = _between(facts, "submitted_at", "finished_at")
     measures: Measures = {}
     if seconds:
         measures |= {
@@ -117,7 +117,7 @@ def _time_measures(facts: Sequence[Mapping[str, Any]], tool_seconds: float, now:
             "rollout/generation_seconds": (sum(seconds) - tool_seconds, float(len(seconds))),
             "rollout/queue_seconds": _mean([now - at for at in _values(facts, "finished_at")]),
         }
-    return measures | ({"rollout/first_token_seconds": _mean(first)} if first else {})
+    return measures
 
 
 def composition_measures(

@@ -54,7 +54,8 @@ def plan_step(
     micro_batches: list[list[list[int]]] = []
     updates, fillers = [], 0
     for chosen in np.array_split(np.arange(len(groups)), min(minibatches, len(groups))):
-        indices = [index for index, number in enumerate(numbers) if number in set(chosen.tolist())]
+        inside = frozenset(chosen.tolist())
+        indices = [index for index, number in enumerate(numbers) if number in inside]
         plan, added = pack_groups(
             [rows[index].ids for index in indices],
             [numbers[index] for index in indices] if share_prefixes else None,

@@ -212,7 +212,8 @@ def _loss(
         batch.sequence_ids,
         objective,
         reference_logprobs=reference,
-        entropy=scores.entropy,
+        # Without a bonus the entropy is only told, and its gradient would cost a pass over the vocabulary.
+        entropy=scores.entropy if objective.entropy_coefficient else scores.entropy.detach(),
         lags=None if plan.version is None else plan.version - batch.versions,
         positive=batch.positive,
         denominators=plan.denominators,

@@ -109,3 +109,16 @@ def test_what_came_to_something_is_not_suspected_even_when_its_parts_were_collec
     for pid in (1, 2):
         attempt(store, pid, (0, 1))
     assert hold_inquest(store, 2, lives=3, leasable=lambda ordinal: ordinal > 0).suspects.ordinals == {1}
+
+
+def test_a_death_before_any_lease_neither_clears_nor_accuses(store: ObjectStore) -> None:
+    attempt(store, 1, (0, 1))
+    attempt(store, 2, (0, 1))
+    attempt(store, 3)
+    assert hold_inquest(store, 3, lives=3, leasable=anything).suspects.ordinals == {0, 1}
+
+
+def test_with_a_budget_of_one_two_deaths_are_looked_at(store: ObjectStore) -> None:
+    attempt(store, 1, (7,))
+    attempt(store, 2, (7,))
+    assert hold_inquest(store, 2, lives=1, leasable=anything).failure_counts == {7: 1}

@@ -105,8 +105,8 @@ def test_a_sealed_lease_gives_its_missing_ordinals_to_the_next(store: ObjectStor
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
-    leasing.arrived((2,))
-    leasing.gave_back((3,), failed=True)
+    leasing.arrived(1, (2,))
+    leasing.gave_back(1, (3,), failed=True)
     assert lease_all(leasing) == [(3,)]
     assert read_lease(store, 1, 4).failure_counts == {3: 1}
 
@@ -120,7 +120,7 @@ def test_a_group_that_could_not_be_tried_has_not_failed(store: ObjectStore) -> N
     live(store, 0)
     leasing.observe()
     lease_all(leasing)
-    leasing.gave_back((2, 3), failed=False)
+    leasing.gave_back(1, (2, 3), failed=False)
     assert lease_all(leasing) == [(2, 3)]
     assert read_lease(store, 1, 4).failure_counts == {}
 
@@ -205,13 +205,13 @@ def test_suspects_are_tried_apart_before_anything_else(store: ObjectStore) -> No
     live(store, 0)
     leasing.observe()
     assert lease_all(leasing) == [(0,)]
-    leasing.arrived((0,))
+    leasing.arrived(0, (0,))
     assert lease_all(leasing) == [(1,)]
     assert read_lease(store, 1, 1).failure_counts == {1: 3}
     for ordinal in (1, 2, 3):
-        leasing.arrived((ordinal,))
+        leasing.arrived(ordinal, (ordinal,))
         assert lease_all(leasing) == [(ordinal + 1,)]
-    leasing.arrived((4,))
+    leasing.arrived(4, (4,))
     assert lease_all(leasing) == [(5, 6), (7,)], "the last suspect is cleared"
 
 
@@ -246,9 +246,9 @@ def test_suspects_and_failures_from_before_the_first_checkpoint_are_known_too(st
     leasing.observe()
     assert lease_all(leasing) == [(3,)]
     assert read_lease(store, 1, 0).failure_counts == {3: 2}
-    leasing.arrived((3,))
+    leasing.arrived(0, (3,))
     assert lease_all(leasing) == [(5,)]
-    leasing.arrived((5,))
+    leasing.arrived(1, (5,))
     assert lease_all(leasing) == [(0, 1), (2, 4), (6, 7)]
 
 
@@ -259,5 +259,33 @@ def test_a_seal_that_comes_after_the_ledger_changes_nothing(store: ObjectStore) 
     lease_all(leasing)
     decide(store, 1, trained=[0, 1, 2, 3])
     leasing.observe()
-    leasing.gave_back((2, 3), failed=True)
+    leasing.gave_back(1, (2, 3), failed=True)
     assert leasing.frontier.counts().trained == 4
+
+
+def test_a_lease_that_ends_late_says_nothing_of_an_ordinal_that_is_in_flight_in_another(store: ObjectStore) -> None:
+    """Its group came in an early part, went back as stale, and was leased again before the first lease ended."""
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
+    live(store, 0)
+    leasing.observe()
+    lease_all(leasing)
+    decide(store, 1, drops=True, returned=[2])
+    leasing.observe()
+    assert lease_all(leasing) == [(2,)]
+    leasing.arrived(1, (2, 3))
+    leasing.gave_back(4, (2,), failed=True)
+    assert lease_all(leasing) == [(2,)]
+    assert read_lease(store, 1, 5).failure_counts == {2: 1}
+
+
+def test_a_cleared_suspect_is_an_ordinal_like_any_other(store: ObjectStore) -> None:
+    leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
+    leasing.heed(Inquest({}, Suspects(frozenset({0}))))
+    live(store, 0)
+    leasing.observe()
+    assert lease_all(leasing) == [(0,)]
+    leasing.arrived(0, (0,))
+    assert len(lease_all(leasing)) == 4
+    decide(store, 1, drops=True, returned=[0])
+    leasing.observe()
+    assert lease_all(leasing) == [(0,)], "beside what is in flight"

@@ -262,3 +262,17 @@ def test_one_admissible_group_starts_the_count_again() -> None:
     admissions.decide(failures, step=1, last_step=9)
     admissions.decide([Candidate(2, 0, 0), *failures], step=1, last_step=9)
     assert admissions.decide(failures, step=1, last_step=9).dropped
+
+
+def test_in_order_a_group_whose_step_will_not_come_serves_an_earlier_one_after_its_own_groups() -> None:
+    schedule = window(sampler="in_order", prompts_per_step=2, max_age=2)
+    held = [Candidate(4, 1, 1, target_step=3), Candidate(3, 1, 1, target_step=2)]
+    assert Admissions(schedule, 9).decide(held, step=2, last_step=2).trained == (3, 4)
+    assert Admissions(schedule, 9).decide(held, step=2, bound={3: 2}, last_step=3).trained == ()
+
+
+def test_sound_groups_of_later_targets_are_hope_enough() -> None:
+    admissions = Admissions(window(sampler="in_order", max_age=2), hopeless_groups=2)
+    failures = [Candidate(number, 0, 0, "no reward") for number in range(3)]
+    later = Candidate(9, 0, 0, target_step=2)
+    assert len(admissions.decide([later, *failures], step=1, last_step=9).dropped) == 3

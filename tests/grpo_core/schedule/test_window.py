@@ -137,3 +137,10 @@ def test_the_end_never_moves_away_and_leaves_less_than_a_step(prompts: int, ordi
             done += 1
     if done == schedule.last_step(done=done, settled=states.total()):
         assert ordinals - states.total() < prompts
+
+
+def test_in_order_groups_that_have_no_step_left_serve_those_that_remain() -> None:
+    """Twelve prompts in steps of four; one group of step 2 was dropped, so step 3 cannot be filled any more."""
+    schedule = window(sampler="in_order", prompts_per_step=4, max_age=2, prompts=12, epochs=1)
+    bound = {2: 3, 3: 4}
+    assert list(schedule.shortfalls(live_version=1, done=1, settled=5, bound=bound)) == []

@@ -38,7 +38,7 @@ RESULT = StepResult(0.0, 0.0, {"prefix_tokens_saved": (4.0, 24.0)}, 2.0, {}, pha
 def facts(**changes: Any) -> dict[str, Any]:
     return {
         "finish_reason": "stop", "prompt_length": 3, "turns": 1, "tool_calls": 0, "tool_failures": 0, "tool_seconds": 0.0,
-        "submitted_at": 10.0, "first_token_at": 11.0, "finished_at": 14.0, "joins_clean": 0, "joins_realign": 0, "joins_fork": 0,
+        "submitted_at": 10.0, "finished_at": 14.0, "joins_clean": 0, "joins_realign": 0, "joins_fork": 0,
         "drift_tokens": 0, "drift_max": 0,
     } | changes  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_rollouts_are_measured_by_their_facts() -> None:
             2,
             (5, 5),
             facts(finish_reason="tool_calls", turns=4, tool_calls=1),
-            facts(submitted_at=None, first_token_at=None),
+            facts(submitted_at=None),
         ),
     ]
     measured = reported(rollout_measures(groups, now=24.0))
@@ -119,14 +119,12 @@ def test_rollouts_are_measured_by_their_facts() -> None:
     assert (measured["rollout/drift_tokens_mean"], measured["rollout/drift_tokens_max"]) == (3.0, 6)
     assert (measured["rollout/seconds_mean"], measured["rollout/seconds_max"]) == (6.0, 10.0)
     assert measured["rollout/generation_seconds"] == (18 - 1.5) / 3
-    assert (measured["rollout/queue_seconds"], measured["rollout/first_token_seconds"]) == ((10 + 4 + 10 + 10) / 4, 1.0)
+    assert measured["rollout/queue_seconds"] == (10 + 4 + 10 + 10) / 4
 
 
 def test_what_no_shard_says_is_left_out() -> None:
     assert rollout_measures([group(1, (5,))], now=0.0) == {}
-    untimed = rollout_measures(
-        [group(1, (5,), facts(submitted_at=None, first_token_at=None, finished_at=None))], now=0.0
-    )
+    untimed = rollout_measures([group(1, (5,), facts(submitted_at=None, finished_at=None))], now=0.0)
     assert not any("seconds" in name for name in reported(untimed) if name != "rollout/tool_seconds")
 
 
