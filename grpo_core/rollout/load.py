@@ -43,7 +43,8 @@ def next_limit(limit: int | None, now: EngineLoad, before: EngineLoad, *, in_fli
 
     `in_flight` are ours there, `least` is the size of the largest indivisible batch of requests.
     """
-    evicted = now.preemptions > before.preemptions
+    # A refit that clears the cache evicts every running request too, and says nothing of how full the cache is.
+    evicted = now.preemptions > before.preemptions and now.kv_usage >= LOW_USAGE
     if evicted or (now.kv_usage >= FULL_USAGE and now.waiting > 0):
         holds = now.running * TARGET_USAGE / now.kv_usage if now.kv_usage > 0 else now.running
         return max(least, int(holds if limit is None else min(limit, holds)))

@@ -80,3 +80,10 @@ def test_metrics_of_the_pool_are_sums_and_the_worst() -> None:
 
 def test_what_an_engine_does_not_report_is_zero() -> None:
     assert EngineLoad.of({"running": 3.0, "unknown": 1.0}) == EngineLoad(3, 0, 0, 0, 0, 0, 0)
+
+
+def test_what_a_refit_evicted_from_an_empty_cache_is_no_sign() -> None:
+    """A refit that clears the cache evicts whatever runs, and at the next look little may be running."""
+    refitted = replace(CALM, running=1, kv_usage=0.02, preemptions=40)
+    assert next_limit(None, refitted, CALM, in_flight=40, least=8) is None
+    assert next_limit(64, refitted, CALM, in_flight=8, least=8) == 64
