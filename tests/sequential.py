@@ -144,7 +144,7 @@ def learn(
             batch.sequence_ids,
             config.objective,
             denominators=denominators,
-            entropy=scores.entropy,
+            entropy=scores.entropy if config.objective.entropy_coefficient else scores.entropy.detach(),
         )
         loss.backward()
         total += float(loss.detach())
