@@ -70,6 +70,7 @@ class FakeEngine:
     script: Callable[[list[int], int], list[int]] | None = None
     staged: dict[str, Any] = field(default_factory=dict)
     preemptions: int = 0
+    kv_usage: float = 0.25
     adapters: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -315,7 +316,7 @@ class FakeEngine:
             f"vllm:num_requests_running{label} {self._running}\n"
             f"vllm:num_requests_waiting{label} 0.0\n"
             f'vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 7.0\n'
-            f"vllm:kv_cache_usage_perc{label} 0.25\n"
+            f"vllm:kv_cache_usage_perc{label} {self.kv_usage}\n"
             f"vllm:generation_tokens_total{label} {self._generated}\n"
             f"vllm:num_preemptions_total{label} {self.preemptions}\n"
             f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{self._in_use()}",waiting_lora_adapters=""}} 2.0\n'

@@ -359,7 +359,7 @@ def test_load_of_the_engines_becomes_metrics_and_evictions_become_a_limit(
     metrics = made.engines.metrics()
     assert (metrics["pool/engines"], metrics["pool/queued"], metrics["pool/kv_usage"]) == (2, 0, 0.25)
     assert {member.limit for member in made.router.members()} == {None}
-    fakes[0].preemptions = 3
+    fakes[0].preemptions, fakes[0].kv_usage = 3, 0.9
     made.until(lambda: made.router.members()[0].limit is not None)
     assert made.router.members()[1].limit is None
 
