@@ -19,11 +19,11 @@ from grpo_core.schedule.supply import Supply
 from grpo_core.schedule.suspects import Suspects
 from grpo_core.schedule.window import Window
 from grpo_core.trajectory import Stamp
-from storage import layout, schema
+from storage import layout
 from storage.checkpoints import Manifest
 from storage.layout import LedgerName
 from storage.leases import LeaseRecord, write_lease
-from storage.ledger import DROPPED, RETURNED, TRAINED, LedgerFooter, read_ledger_footer
+from storage.ledger import DROPPED, RETURNED, TRAINED, LedgerFooter, read_ledger_file
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, read_refit
 
@@ -108,8 +108,7 @@ class Leasing:
         return None
 
     def _apply(self, name: LedgerName) -> LedgerFooter:
-        key = layout.ledger(name)
-        rows, _ = schema.decode(self._store.get(key), ["ordinal", "state", "reason"], name=key)
+        rows, footer = read_ledger_file(self._store, name, ["ordinal", "state", "reason"])
         ordinals = rows.column("ordinal").to_pylist()
         arrived = [ordinal for ordinal in ordinals if self.frontier.state(ordinal) is OrdinalState.IN_FLIGHT]
         self.frontier.buffered(arrived)
@@ -122,7 +121,7 @@ class Leasing:
             dropped.column("ordinal").to_pylist(), dropped.column("reason").to_pylist(), strict=True
         ):
             self.frontier.dropped([ordinal], reason)
-        return read_ledger_footer(self._store, name)
+        return footer
 
     @property
     def last_step(self) -> int:
@@ -133,17 +132,16 @@ class Leasing:
         """Write the record of the next lease, as large as `size` or the room; None while there is no room."""
         if self.live is None:
             return None
-        room = self._room(self.live.version)
-        self.window_full = room is None
-        if room is None:
-            return None
-        target_step, count = room
-        ordinals = self._choose(min(size, count, self._leasable()))
+        room = self._window.room(
+            self.frontier, live_version=self.live.version, done=self.steps_done, limit=self._supply.limit
+        )
+        self.window_full = room.groups == 0
+        ordinals = self._choose(min(size, room.groups, self._leasable()))
         if not ordinals:
             return None
-        if target_step is not None:
+        if room.target_step is not None:
             for ordinal in ordinals:
-                self.frontier.set_target_step(ordinal, target_step)
+                self.frontier.set_target_step(ordinal, room.target_step)
         failures = self.frontier.failure_counts
         record = LeaseRecord(
             attempt=self._attempt,
@@ -151,29 +149,13 @@ class Leasing:
             ordinals=ordinals,
             dispatched_at=time.time(),
             stamp=str(Stamp(self._attempt, self.live.version)),
-            target_step=target_step,
+            target_step=room.target_step,
             failure_counts={ordinal: failures[ordinal] for ordinal in ordinals if ordinal in failures},
         )
         write_lease(self._store, record)
         self._holder |= dict.fromkeys(ordinals, record.lease)
         self._next_lease += 1
         return record
-
-    def _room(self, live_version: int) -> tuple[int | None, int] | None:
-        """The target step of the next lease (None unless ordinals are bound to steps) and how many ordinals it takes."""
-        counts, window = self.frontier.counts(), self._window
-        if window.sampler == "in_order":
-            bound = self.frontier.open_by_target()
-            return next(
-                window.shortfalls(live_version=live_version, done=self.steps_done, settled=counts.settled, bound=bound),
-                None,
-            )
-        opened = counts.in_flight + counts.buffered
-        capacity = window.capacity(
-            live_version=live_version, done=self.steps_done, settled=counts.settled, open_ordinals=opened
-        )
-        count = min(capacity, self._supply.limit - opened)
-        return (None, count) if count > 0 else None
 
     def _leasable(self) -> int:
         """How many ordinals there are prompts for."""

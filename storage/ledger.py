@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import pyarrow as pa
@@ -181,10 +181,23 @@ def read_ledger_footer(store: ObjectStore, name: LedgerName) -> LedgerFooter:
     metadata = schema.decode_metadata(store.get_tail(key, FOOTER_BYTES), name=key)
     if metadata is None:
         metadata = schema.decode_metadata(store.get(key), name=key)
+    return _footer(name, metadata or {}, key)
+
+
+def read_ledger_file(
+    store: ObjectStore, name: LedgerName, columns: Sequence[str] | None = None
+) -> tuple[pa.Table, LedgerFooter]:
+    """Rows and footer of one file. Raise ObjectMissing or DamagedShard."""
+    key = layout.ledger(name)
+    rows, metadata = schema.decode(store.get(key), columns, name=key)
+    return rows, _footer(name, metadata, key)
+
+
+def _footer(name: LedgerName, metadata: Mapping[str, str], key: str) -> LedgerFooter:
     try:
-        fields = json.loads((metadata or {})["totals"])
+        fields = json.loads(metadata["totals"])
         fields["lag_tokens"] = {int(lag): tokens for lag, tokens in fields["lag_tokens"].items()}
-        return LedgerFooter(name, (metadata or {})["writer"], Totals(**fields), json.loads((metadata or {})["metrics"]))
+        return LedgerFooter(name, metadata["writer"], Totals(**fields), json.loads(metadata["metrics"]))
     except (KeyError, ValueError, TypeError) as error:
         raise DamagedShard(f"Parquet object {key} is not a ledger file: {type(error).__name__} {error}.") from error
 

@@ -5,7 +5,8 @@ Invariants:
   * whole groups; a step trains exactly `prompts_per_step` of them, or does not begin;
   * late binding: `windowed` takes the admissible groups with the oldest weights first, so that none goes stale while
     others are trained, `freshest` those with the newest; `in_order` takes the groups that were leased for this very
-    step, or for one that the data do not reach any more. Ties go to the lowest ordinal, so the choice depends on nothing but what is buffered;
+    step, or for one that the data do not reach any more. Ties go to the lowest ordinal, so the choice depends on
+    nothing but what is buffered;
   * a step that cannot be filled is not waited for without end: what it may refill is bounded, and batch after batch
     without one admissible group ends the run with the most frequent cause.
 """

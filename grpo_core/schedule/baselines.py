@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from grpo_core.schedule.admission import STALE, Admission
 from grpo_core.schedule.pool_model import Group
-from grpo_core.schedule.rules import GENERATION_FAILED, Board, Room, Rule
+from grpo_core.schedule.rules import GENERATION_FAILED, Board, Rule
+from grpo_core.schedule.window import Room
 
 
 @dataclass(frozen=True, slots=True)

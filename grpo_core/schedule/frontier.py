@@ -57,6 +57,11 @@ class Counts:
     returned: int
 
     @property
+    def open(self) -> int:
+        """Ordinals that are leased and neither given back nor at their end."""
+        return self.in_flight + self.buffered
+
+    @property
     def settled(self) -> int:
         """Ordinals in a terminal state."""
         return self.trained + sum(self.dropped.values())
@@ -64,7 +69,7 @@ class Counts:
     @property
     def leased(self) -> int:
         """Ordinals that have been leased at least once: the sum over all states (DESIGN §4, conservation)."""
-        return self.settled + self.buffered + self.in_flight + self.returned
+        return self.settled + self.open + self.returned
 
 
 @dataclass(frozen=True, slots=True)

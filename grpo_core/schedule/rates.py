@@ -41,6 +41,7 @@ class Rates:
     assumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        """As `forebay plan --json` shows them."""
         return {
             "sequence_tokens_per_second": self.sequence_tokens_per_second,
             "engine_tokens_per_second": self.engine_tokens_per_second,

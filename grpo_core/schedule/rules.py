@@ -15,7 +15,7 @@ from grpo_core.schedule.admission import Admission, Admissions, Candidate
 from grpo_core.schedule.frontier import Frontier
 from grpo_core.schedule.pool_model import Group
 from grpo_core.schedule.supply import Supply
-from grpo_core.schedule.window import Window
+from grpo_core.schedule.window import Room, Window
 
 GENERATION_FAILED = "generation_failed"
 # In a simulation nothing is learnt from giving up early.
@@ -42,16 +42,7 @@ class Board:
     @property
     def open_ordinals(self) -> int:
         """Ordinals that are leased and neither trained nor dropped, those of the step under way among them."""
-        counts = self.frontier.counts()
-        return counts.in_flight + counts.buffered
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How many groups may be leased; `target_step`: the step they are bound to, if the rule binds them."""
-
-    groups: int
-    target_step: int | None = None
+        return self.frontier.counts().open
 
 
 class Rule(Protocol):
@@ -88,23 +79,16 @@ class Windowed:
         self._supply = Supply.of(prompts_per_step=window.prompts_per_step, ceiling=window.most_open)
 
     def room(self, board: Board) -> Room:
-        window, counts = self.window, board.frontier.counts()
-        live, done, settled = board.live_version, board.steps_done, counts.settled
-        if window.sampler == "in_order":
-            bound = board.frontier.open_by_target()
-            shortfalls = window.shortfalls(live_version=live, done=done, settled=settled, bound=bound)
-            target, missing = next(shortfalls, (None, 0))
-            return Room(missing, target)
-        opened = counts.in_flight + counts.buffered
-        capacity = window.capacity(live_version=live, done=done, settled=settled, open_ordinals=opened)
-        if not self.follow_supply:
-            return Room(capacity)
+        """As the flow is allowed it."""
+        window, done = self.window, board.steps_done
         if done > self._ledgered:
             self._supply = self._supply.after_step(ready=self._ready, wanted=window.prompts_per_step)
             self._ledgered = done
-        return Room(min(capacity, self._supply.limit - opened))
+        limit = self._supply.limit if self.follow_supply else window.most_open
+        return window.room(board.frontier, live_version=board.live_version, done=done, limit=limit)
 
     def admit(self, board: Board) -> Admission:
+        """As the trainer decides it."""
         window, targets = self.window, board.frontier.target_steps
         # Counted only for the policy that asks: this is called for every group that arrives.
         waits, bound = window.stale_policy == "wait", window.sampler == "in_order"

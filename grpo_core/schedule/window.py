@@ -18,9 +18,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_core.config import GRPOConfig, RefitConfig
+from grpo_core.schedule.frontier import Frontier
 
 Sampler = Literal["windowed", "in_order", "freshest"]
 StalePolicy = Literal["mask", "drop", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many groups may be leased; `target_step`: the step that they are bound to, if they are."""
+
+    groups: int
+    target_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,20 @@ class Window:
     def horizon(self, *, live_version: int, done: int, settled: int) -> int:
         """The last step that may train what the live version generates."""
         return min(self.last_step(done=done, settled=settled), self.latest_step(live_version))
+
+    def room(self, frontier: Frontier, *, live_version: int, done: int, limit: int) -> Room:
+        """What the next lease may hold. `limit`: the most ordinals that are to be open, where they are not bound to
+        steps."""
+        counts = frontier.counts()
+        if self.sampler == "in_order":
+            bound = frontier.open_by_target()
+            short = self.shortfalls(live_version=live_version, done=done, settled=counts.settled, bound=bound)
+            target_step, missing = next(short, (None, 0))
+            return Room(missing, target_step)
+        capacity = self.capacity(
+            live_version=live_version, done=done, settled=counts.settled, open_ordinals=counts.open
+        )
+        return Room(max(0, min(capacity, limit - counts.open)))
 
     def capacity(self, *, live_version: int, done: int, settled: int, open_ordinals: int) -> int:
         """How many more ordinals may be leased after `done` steps.
