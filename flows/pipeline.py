@@ -137,7 +137,7 @@ class Pipeline:
             self._observe(attempt)
             if attempt.leasing.last_step < 1:
                 raise RunFailed(
-                    f"the stream of run {self._config.run_id} ended before it filled one step of "
+                    f"the data of run {self._config.run_id} ended, {attempt.leasing.frontier.counts().settled} prompts of them dropped, before they filled one step of "
                     f"grpo.num_prompts_per_step={self._config.grpo.num_prompts_per_step}; lower it or raise grpo.max_num_epochs"
                 )
             if status != 0:
