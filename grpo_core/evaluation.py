@@ -59,6 +59,7 @@ class Evaluation:
     purity: float | None = None
 
     def line(self) -> str:
+        """The scores in one line for people, each with half its 95 % interval and what it is the mean of."""
         parts = [
             f"{metric} {score.mean:.3f} ± {score.interval:.3f} ({score.samples})"
             for metric, score in self.scores.items()

@@ -97,6 +97,7 @@ class LocalObjects:
         return [_join(directory, file) for file in files if file.startswith(name)]
 
     def entries(self, prefix: str) -> Listing:
+        """What lies under a prefix now; a file that vanishes meanwhile is left out."""
         found = []
         for key in self._walk(prefix.rstrip("/")):
             try:
@@ -114,6 +115,7 @@ class LocalObjects:
         (self.root / key).unlink(missing_ok=True)
 
     def delete_all(self, prefix: str) -> None:
+        """Delete what lies under a prefix, and the directories that are empty then."""
         for directory, _, files in os.walk(self.root / prefix, topdown=False):
             for file in files:
                 Path(directory, file).unlink(missing_ok=True)

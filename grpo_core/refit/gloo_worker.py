@@ -71,6 +71,7 @@ class GlooWorkerEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         """Nothing yet: the model is opened for loading only when the whole update has arrived intact."""
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
+        """Take every tensor of the manifest from the group, check its digest and load it."""
         if self._group is None or self._store is None:
             raise RuntimeError("the gloo transfer group was never joined; call init_weight_transfer_engine first")
         manifest = [TensorEntry.from_json(entry) for entry in update_info.manifest]

@@ -61,6 +61,7 @@ class IpcTransfer:
         return engine in self._links
 
     def open(self, engine: EngineControl, deadline_seconds: float) -> None:
+        """Give the engine a link of its own. Raise TransferError where trainer and engine cannot share one GPU."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise TransferError(
                 f"ipc serves a trainer of one process, not {torch.distributed.get_world_size()}; "
@@ -73,6 +74,7 @@ class IpcTransfer:
         self._links[engine.name] = (await_link(link, deadline_seconds, engine, "connect"), client, source)
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
+        """Let the engine read the weights where they lie. Raise TransferError."""
         largest = max(weights.tensors, key=lambda named: named[1].nbytes)
         if largest[1].nbytes > self._buffer_bytes:
             raise TransferError(

@@ -121,6 +121,7 @@ class NcclTransfer:
         self._links[engine.name] = (await_link(link, deadline_seconds, engine, "connect"), client, source)
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
+        """Broadcast the weights while the engine receives them. Raise TransferError."""
         link, client, source = self._links[engine.name]
         client.engine, client.deadline_seconds, source.weights = engine, deadline_seconds, weights
         try:

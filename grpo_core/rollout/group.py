@@ -26,7 +26,7 @@ from grpo_core.rollout.conversation import Conversation
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
 from grpo_core.rollout.episodes import EnvironmentFailed, Episodes, open_episodes
 from grpo_core.rollout.first_turns import FirstTurns
-from grpo_core.rollout.pool import Pool
+from grpo_core.rollout.pool import Member, Pool
 from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_source
 from grpo_core.rollout.rows import FAILED, OK, group_rows, tombstone_row
 from grpo_core.rollout.tools import Toolbox
@@ -219,36 +219,29 @@ class Generator:
         `max_tokens`: by default as many as a turn, a rollout and the context may have. `since` is the version under which
         a rollout began that has earlier turns; raise TurnAborted when such a turn is cut off from outside.
         """
-        config = self.config
+        attempts = self.config.generation.max_rollout_attempts
         budget = self._budget(ids) if max_tokens is None else max_tokens
         avoid: set[str] = set()
-        for tried in range(1, config.generation.max_rollout_attempts + 1):
+        for tried in range(1, attempts + 1):
             try:
                 async with self.pool.engine(
                     weight=count,
-                    deadline_seconds=config.pool.start_timeout_seconds,
+                    deadline_seconds=self.config.pool.start_timeout_seconds,
                     prefixes=prefixes,
                     avoid=avoid,
                     request_id=f"{request_id}-{tried}" if cancellable else None,
                     since=since,
                 ) as member:
-                    client = EngineClient(
-                        member.url,
-                        session=session,
-                        name=member.name,
-                        kept_caches=self._kept_caches,
-                        adapters=config.refit.adapter_only,
-                    )
-                    return await client.generate_many(
+                    return await self._client(member, session).generate_many(
                         ids,
                         count,
                         request_id=f"{request_id}-{tried}",
-                        sampling=config.sampling.model_copy(update={"temperature": temperature}),
+                        sampling=self.config.sampling.model_copy(update={"temperature": temperature}),
                         max_tokens=budget,
                         seed=seed,
                         stop_token_ids=self.chat.stop_token_ids,
                         cache_salt=str(self.pool.stamp),
-                        deadline_seconds=config.generation.request_timeout_seconds,
+                        deadline_seconds=self.config.generation.request_timeout_seconds,
                     )
             except EngineRejected as error:
                 raise RolloutFailed(str(error)) from error
@@ -263,13 +256,17 @@ class Generator:
                 self.pool.failed(member.name)
                 # An engine that just died is ejected within a second; asking it again at once would spend the budget.
                 await asyncio.sleep(min(8.0, 0.5 * 2**tried))
-        raise RolloutFailed(
-            f"{config.generation.max_rollout_attempts} attempts failed, the last with: {cause}"
-        ) from cause
+        raise RolloutFailed(f"{attempts} attempts failed, the last with: {cause}") from cause
 
-    @property
-    def _kept_caches(self) -> bool:
-        return not self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+    def _client(self, member: Member, session: aiohttp.ClientSession) -> EngineClient:
+        """How this run speaks to an engine."""
+        return EngineClient(
+            member.url,
+            session=session,
+            name=member.name,
+            kept_caches=not self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
+            adapters=self.config.refit.adapter_only,
+        )
 
     def _budget(self, ids: Sequence[int]) -> int:
         """Tokens that the first answer to a prompt may have. Raise RolloutFailed when there is no room for one."""

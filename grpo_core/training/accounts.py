@@ -22,6 +22,7 @@ from grpo_core.training.measures import (
     weight_measures,
 )
 from grpo_core.training.step import StepPlan, StepResult
+from storage.ledger import DROPPED, RETURNED, TRAINED
 
 NO_LAGS = np.zeros(0, dtype=np.int64)
 
@@ -58,7 +59,7 @@ class Decisions:
     def rows(self) -> list[dict[str, Any]]:
         return [
             {**_origin(group), "state": state, "reason": reason}
-            for state, decided in (("dropped", self.dropped), ("returned", self.returned))
+            for state, decided in ((DROPPED, self.dropped), (RETURNED, self.returned))
             for group, reason in decided
         ]
 
@@ -68,7 +69,7 @@ def unfinished_rows(ordinals: Iterable[int], groups: Mapping[int, BufferedGroup]
     return [
         {
             **(_origin(groups[ordinal]) if ordinal in groups else {"ordinal": ordinal}),
-            "state": "dropped",
+            "state": DROPPED,
             "reason": reason,
         }
         for ordinal in ordinals
@@ -111,7 +112,7 @@ def step_rows(
         ledger.append(
             {
                 **_origin(group),
-                "state": "trained",
+                "state": TRAINED,
                 "version_min": group.oldest_version,
                 "version_max": group.newest_version,
                 "lag_mean": float(group_lags.mean()) if len(group_lags) else None,

@@ -73,25 +73,30 @@ def plan_step(
         updates.append(len(plan.micro_batches))
         fillers += added
     gradient = [may for group in groups for may in group.trained]
-    trained = [int(row.fresh(oldest_version).sum()) if may else 0 for row, may in zip(rows, gradient, strict=True)]
     positive = [rewarded for group in groups for rewarded in group.positive]
-    sequences = float(sum(tokens > 0 for tokens in trained))
+    trained = [int(row.fresh(oldest_version).sum()) if may else 0 for row, may in zip(rows, gradient, strict=True)]
     return StepPlan(
         step=step,
         places=[place for group in groups for place in group.places] + [FILLER] * fillers,
         advantages=[float(value) for group in groups for value in group.advantages] + [0.0] * fillers,
         micro_batches=micro_batches,
         oldest_version=oldest_version,
-        denominators=Denominators(
-            tokens=float(sum(trained)),
-            sequences=sequences,
-            constant=sequences * max_completion_length,
-            positive_tokens=float(sum(tokens for tokens, rewarded in zip(trained, positive, strict=True) if rewarded)),
-        ),
+        denominators=_denominators(trained, positive, max_completion_length),
         learning_rate=learning_rate,
         updates=tuple(updates),
         groups=numbers + list(range(len(groups), len(groups) + fillers)) if share_prefixes else [],
         trained=gradient + [False] * fillers,
         positive=positive + [False] * fillers,
         version=version,
+    )
+
+
+def _denominators(trained: Sequence[int], positive: Sequence[bool], max_completion_length: int) -> Denominators:
+    """Those of the whole step, from the trained tokens of each sequence and whether it was rewarded."""
+    sequences = float(sum(tokens > 0 for tokens in trained))
+    return Denominators(
+        tokens=float(sum(trained)),
+        sequences=sequences,
+        constant=sequences * max_completion_length,
+        positive_tokens=float(sum(tokens for tokens, rewarded in zip(trained, positive, strict=True) if rewarded)),
     )

@@ -133,10 +133,8 @@ def run_step(
     def batch_of(number: int) -> Batch:
         return _batch(plan, plan.micro_batches[number][rank], rows, device)
 
-    recomputed = objective.proximal_policy == "recomputed" and not objective.force_on_policy_ratio
-    later = [number for update in updates[1:] for number in update] if recomputed else []
     with watch.phase("scoring_seconds"):
-        old = {number: logprobs_of(policy, batch_of(number)) for number in later}
+        old = {number: logprobs_of(policy, batch_of(number)) for number in _scored_before(updates, objective)}
     extremes: dict[str, Tensor] = {}
     norms: list[float] = []
     totals: dict[str, Pair] = {}
@@ -166,16 +164,15 @@ def run_step(
             norms.append(_update(plan, policy, optimizer, float(sums[LOSS][0]), max_grad_norm))
         _add(totals, sums)
     pairs = {name: (float(top), float(bottom)) for name, (top, bottom) in totals.items()}
-    loss_of_step = pairs.pop(LOSS)[0]
-    return StepResult(
-        loss_of_step,
-        sum(norms) / len(norms),
-        pairs,
-        time.monotonic() - began,
-        logprobs,
-        _extremes_over_ranks(extremes, device),
-        dict(watch.seconds),
-    )
+    loss_of_step, norm, most = pairs.pop(LOSS)[0], sum(norms) / len(norms), _extremes_over_ranks(extremes, device)
+    return StepResult(loss_of_step, norm, pairs, time.monotonic() - began, logprobs, most, dict(watch.seconds))
+
+
+def _scored_before(updates: Sequence[range], objective: ObjectiveConfig) -> list[int]:
+    """The micro-batches whose old log-probs must be known before the first update: those that meet a changed policy."""
+    if objective.proximal_policy != "recomputed" or objective.force_on_policy_ratio:
+        return []
+    return [number for update in updates[1:] for number in update]
 
 
 def _batch(
