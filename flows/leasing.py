@@ -86,8 +86,6 @@ class Leasing:
                 self._supply = self._supply.after_step(
                     ready=int(footer.metrics.get("ready_groups") or 0), wanted=self._window.prompts_per_step
                 )
-        if self._window.prompts is None and self._prompts.size is not None:
-            self._window = replace(self._window, prompts=self._prompts.size)
         while (record := read_refit(self._store, self._attempt, self._next_version)) is not None:
             self.live = record
             self._next_version += 1
@@ -126,17 +124,19 @@ class Leasing:
     @property
     def last_step(self) -> int:
         """The last step of the run, as things stand."""
+        self._learn_size()
         return self._window.last_step(done=self.steps_done, settled=self.frontier.counts().settled)
 
     def next_lease(self, size: int) -> LeaseRecord | None:
         """Write the record of the next lease, as large as `size` or the room; None while there is no room."""
         if self.live is None:
             return None
+        leasable = self._leasable()
         room = self._window.room(
             self.frontier, live_version=self.live.version, done=self.steps_done, limit=self._supply.limit
         )
         self.window_full = room.groups == 0
-        ordinals = self._choose(min(size, room.groups, self._leasable()))
+        ordinals = self._choose(min(size, room.groups, leasable))
         if not ordinals:
             return None
         if room.target_step is not None:
@@ -157,10 +157,17 @@ class Leasing:
         self._next_lease += 1
         return record
 
+    def _learn_size(self) -> None:
+        """A stream has a size once it has ended, and from then on the window has an end."""
+        if self._window.prompts is None and self._prompts.size is not None:
+            self._window = replace(self._window, prompts=self._prompts.size)
+
     def _leasable(self) -> int:
-        """How many ordinals there are prompts for."""
+        """How many ordinals there are prompts for. Asked before the window is, so that a stream which ends between the two
+        bounds it."""
         frontier = self.frontier
         end = self._prompts.recorded(frontier.next_ordinal + self._window.most_open)
+        self._learn_size()
         if end is None:
             return self._window.most_open
         given_back = len(frontier.members(OrdinalState.RETURNED)) + len(frontier.members(OrdinalState.NEW))

@@ -289,3 +289,20 @@ def test_a_cleared_suspect_is_an_ordinal_like_any_other(store: ObjectStore) -> N
     decide(store, 1, drops=True, returned=[0])
     leasing.observe()
     assert lease_all(leasing) == [(0,)], "beside what is in flight"
+
+
+def test_a_stream_that_ends_just_now_is_not_leased_beyond_its_end(store: ObjectStore) -> None:
+    class Ending:
+        """Ends when it is next asked for prompts."""
+
+        size: int | None = None
+
+        def recorded(self, wanted: int) -> int | None:
+            self.size = 5
+            return None
+
+    leasing = Leasing(store, 1, replace(WINDOW, epochs=1), Ending(), None, keep_buffered=True)  # type: ignore[arg-type]
+    live(store, 0)
+    leasing.observe()
+    assert lease_all(leasing) == [(0, 1), (2, 3)]
+    assert leasing.last_step == 1
