@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -244,10 +245,10 @@ class RunDriver:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, section by section."""
-    result = dict(base)
+    """`base` with the values of `over`, section by section; it shares nothing with either, so a test may change it."""
+    result = deepcopy(dict(base))
     for key, value in over.items():
-        result[key] = merged(result.get(key, {}), value) if isinstance(value, Mapping) else value
+        result[key] = merged(result.get(key, {}), value) if isinstance(value, Mapping) else deepcopy(value)
     return result
 
 
