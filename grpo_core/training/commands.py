@@ -10,6 +10,13 @@ from grpo_core.refit.control import EngineAddress
 from grpo_core.training.step import StepPlan
 from grpo_core.trajectory import Stamp
 
+# The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
+IDLE_SECONDS = 20.0
+
+
+class TrainerStuck(RuntimeError):
+    """Nothing that the next command needs arrived within the deadline; the message names what was waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:

@@ -23,31 +23,23 @@ from typing import Any
 from grpo_core.config import RunConfig, StreamData
 from grpo_core.metrics import finite, reported
 from grpo_core.objective.credit import Credit, step_advantages
-from grpo_core.refit.control import EngineAddress
-from grpo_core.refit.coordinator import RefitFailed, RefitResult
 from grpo_core.schedule.admission import Admission, Admissions
 from grpo_core.schedule.window import Window
 from grpo_core.training.accounts import Decisions, step_rows, unfinished_rows
-from grpo_core.training.commands import Command, Commands, Idle, Refit, Save, Step
+from grpo_core.training.commands import IDLE_SECONDS, Command, Commands, Idle, Save, Step, TrainerStuck
 from grpo_core.training.feed import BufferedGroup, Feed
 from grpo_core.training.flops import Machine
 from grpo_core.training.measures import Clock, Measures, arithmetic_measures, clock_measures, refit_measures
 from grpo_core.training.optimizer import learning_rate
 from grpo_core.training.planning import TrainedGroup, plan_step
+from grpo_core.training.refitting import Refitting
 from grpo_core.training.step import StepPlan, StepResult
 from grpo_core.trajectory import Stamp
 from storage import layout
 from storage.ledger import LedgerWriter, Totals, ledger_rows
 from storage.objects import ObjectStore
-from storage.pool import RefitRecord, read_pool_changes, write_refit
 
 END_OF_DATA = "end_of_data"
-# The other ranks wait in a collective; a command at least this often tells them that rank 0 is alive.
-IDLE_SECONDS = 20.0
-
-
-class TrainerStuck(RuntimeError):
-    """Nothing arrived to train on within the deadline; the message names what was waited for."""
 
 
 class Conductor:
@@ -80,6 +72,9 @@ class Conductor:
         self._admissions = Admissions(window, hopeless)
         self._done = done
         self._feed = feed
+        self._refitting = Refitting(
+            config=config, store=store, attempt=attempt, fence=fence, stopping=stopping, report=report
+        )
         self._ledger = ledger
         self._totals = totals
         self._fence = fence
@@ -88,17 +83,9 @@ class Conductor:
         self._prompts = prompts
         self._ranks = ranks
         self._machine = machine
-        self._engines: dict[str, EngineAddress] = {}
-        self._carrying: set[str] = set()
-        self._leases_before: dict[str, int] = {}  # engine → the newest lease at its last refit
-        self._refitted = -1  # the step whose weights they carry
-        self._broken: dict[str, str] = {}
-        self._distrusted: dict[str, int] = {}
-        self._changes = -1
         self._measures: Measures = {}
         self._metrics: dict[str, float] = {}
         self._given_up = Decisions()
-        self._refits: list[tuple[RefitResult, float]] = []
         self._clock = Clock(0.0, 0.0, 0.0, None)
         self._ended: float | None = None  # the step before, on the monotonic clock
         self._unsaved: Save | None = None
@@ -107,6 +94,7 @@ class Conductor:
     def commands(self) -> Commands:
         """The run, from the checkpoint it resumed from to its last step."""
         yield from self._refit(self._done)
+        self._learn_size()
         while self._done < self._last_step() and not self._ending():
             step = self._done + 1
             groups = yield from self._admit(step)
@@ -128,10 +116,13 @@ class Conductor:
         return self._stopping() or self._store.exists(layout.goal(self._attempt))
 
     def _last_step(self) -> int:
-        """The last step that the run and its data allow, as things stand."""
+        """The last step that the run and its data allow, as far as we know."""
+        return self._window.last_step(done=self._done, settled=self._feed.frontier.counts().settled)
+
+    def _learn_size(self) -> None:
+        """How many prompts a stream has is known once it has been read to its end."""
         if self._window.prompts is None and self._window.epochs is not None:
             self._window = replace(self._window, prompts=self._prompts())
-        return self._window.last_step(done=self._done, settled=self._feed.frontier.counts().settled)
 
     def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
         """Wait until step `step` has enough admissible groups; meanwhile decide about the others and serve late engines.
@@ -141,10 +132,12 @@ class Conductor:
         feed, began, progress, idle = self._feed, time.monotonic(), time.monotonic(), time.monotonic()
         pending, ready = Decisions(), -1
         while not self._ending():
+            self._learn_size()
             # Before the first lease nothing can arrive: version 0 may be under evaluation.
             if feed.poll() or feed.last_lease < 0:
                 progress = time.monotonic()
-                self._doubt_engines()
+                for group in feed.groups.values():
+                    self._refitting.doubt(group)
             admission = self._decide(step)
             ready = admission.admissible if ready < 0 else ready
             pending = pending.with_admission(admission, feed.groups, at=time.monotonic())
@@ -167,7 +160,7 @@ class Conductor:
                 if pending:
                     self._flush(step, pending)
                 return []
-            if self._joined() and self._may_join():
+            if self._refitting.lacking(self._done):
                 yield from self._refit(self._done)
             self._check_progress(step, progress)
             if time.monotonic() - idle > IDLE_SECONDS:
@@ -177,19 +170,10 @@ class Conductor:
             time.sleep(self._store.poll_seconds)
         return []
 
-    def _doubt_engines(self) -> None:
-        """An engine whose groups come back from weights outside the living history has not kept ours, whatever we believe:
-        the next refit includes it. What was leased before its last refit says nothing about it."""
-        for group in self._feed.groups.values():
-            if group.foreign and group.part.attempt == self._attempt:
-                self._carrying -= {
-                    name for name in group.engines if group.part.lease > self._leases_before.get(name, -1)
-                }
-
     def _decide(self, step: int) -> Admission:
         feed = self._feed
         return self._admissions.decide(
-            feed.candidates(self._distrusted),
+            feed.candidates(self._refitting.distrusted),
             step=step,
             in_flight=feed.in_flight,
             bound=feed.frontier.open_by_target(),
@@ -282,12 +266,14 @@ class Conductor:
         self._totals = self._totals.add(rows, account.lag_tokens)
         now, before = time.monotonic(), self._ended
         clock = replace(self._clock, step=result.seconds, iteration=None if before is None else now - before)
-        measures = self._measures | account.measures | refit_measures(self._refits) | self._save_metrics
+        measures = (
+            self._measures | account.measures | refit_measures(self._refitting.take_results()) | self._save_metrics
+        )
         measures |= clock_measures(clock, result, account.measures)
         if self._machine is not None:
             measures |= arithmetic_measures(self._machine, plan, places, config.objective, clock)
         self._metrics = reported(measures)
-        self._save_metrics, self._given_up, self._refits, self._ended = {}, Decisions(), [], now
+        self._save_metrics, self._given_up, self._ended = {}, Decisions(), now
         self._ledger.write_step(plan.step, rows, self._totals, self._metrics)
         self._feed.frontier.trained([group.ordinal for group in groups], plan.step)
         self._done = plan.step
@@ -297,68 +283,9 @@ class Conductor:
         self._unsaved = Save(plan.step, self._facts())
         self._report({"step": plan.step, "metrics": self._metrics})
 
-    def _joined(self) -> bool:
-        """Read the pool's membership; whether an engine is there that does not carry our weights."""
-        for change in read_pool_changes(self._store, self._attempt, after=self._changes):
-            self._changes += 1
-            for name in change.left:
-                self._engines.pop(name, None)
-                self._carrying.discard(name)
-            self._engines |= {name: EngineAddress(name, url) for name, url in change.joined.items()}
-        return bool(self._engines.keys() - self._carrying)
-
-    def _may_join(self) -> bool:
-        """Whether an engine may be given our weights now. Between refits they can be newer than the version that the
-        others carry, and one version must be one set of weights; then it waits for the next refit."""
-        return self._done == self._refitted or not self._carrying
-
     def _refit(self, step: int) -> Generator[Command, Any, None]:
-        """Bring every engine of the pool that lacks them to the weights after `step`; wait for an engine while none has
-        them."""
         stamp = Stamp(self._attempt, step // self._window.every_steps)
-        began = progress = time.monotonic()
-        if step != self._refitted:
-            self._carrying.clear()
-            self._refitted = step
-        while not self._stopping():
-            if self._joined():
-                self._fence()
-                engines = tuple(engine for name, engine in self._engines.items() if name not in self._carrying)
-                result: RefitResult | RefitFailed = yield Refit(stamp, engines)
-                for broken in result.broken:
-                    self._engines.pop(broken.name)
-                    self._broken[broken.name] = f"{broken.phase}: {broken.cause}"
-                    self._distrusted[broken.name] = stamp.version
-                # All of them, ever: the report is overwritten, and a name is never used for two engines.
-                self._report({"broken_engines": dict(self._broken)})
-                if isinstance(result, RefitResult):
-                    self._note_refit(result, step, time.monotonic() - began)
-                if self._carrying:
-                    return
-            if time.monotonic() - progress > IDLE_SECONDS:
-                self._fence()
-                yield Idle()
-                progress = time.monotonic()
-            limit = self._config.pool.start_timeout_seconds + self._config.refit.transfer_timeout_seconds
-            if time.monotonic() - began > limit:
-                causes = "; ".join(f"{name}: {cause}" for name, cause in list(self._broken.items())[-1:])
-                raise TrainerStuck(
-                    f"no engine took the weights {stamp} within {limit:g} s; look at the engines' logs{causes and f', the last broke in {causes}'}"
-                )
-            time.sleep(self._store.poll_seconds)
-
-    def _note_refit(self, result: RefitResult, step: int, seconds: float) -> None:
-        """Say in the store, and then to whoever watches, which engines carry the weights after `step`."""
-        self._refits.append((result, seconds))
-        self._carrying |= set(result.refitted)
-        self._leases_before |= dict.fromkeys(result.refitted, self._feed.last_lease)
-        version = result.stamp.version
-        write_refit(
-            self._store,
-            RefitRecord(self._attempt, version, step, result.refitted, result.seconds, result.canary, result.bytes),
-        )
-        canary = max(result.canary.values(), default=0.0)
-        self._report({"refit": {"version": version, "seconds": seconds, "canary": canary}})
+        yield from self._refitting.refit(stamp, step, self._feed.last_lease)
 
     def _facts(self) -> dict[str, Any]:
         """What a checkpoint keeps of this moment. No decision may be pending: the groups are those buffered."""

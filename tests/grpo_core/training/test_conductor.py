@@ -20,8 +20,8 @@ from grpo_core.schedule.admission import NothingAdmissible
 from grpo_core.schedule.frontier import Frontier, FrontierState, OrdinalState
 from grpo_core.schedule.window import Window
 from grpo_core.training import conductor as conductor_module
-from grpo_core.training.commands import Idle, Refit, Save, Step
-from grpo_core.training.conductor import Conductor, TrainerStuck
+from grpo_core.training.commands import Idle, Refit, Save, Step, TrainerStuck
+from grpo_core.training.conductor import Conductor
 from grpo_core.training.planning import SequenceTooLong
 from grpo_core.training.step import FILLER, StepPlan, StepResult
 from grpo_core.trajectory import Stamp
