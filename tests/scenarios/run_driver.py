@@ -37,7 +37,7 @@ from storage.checkpoints import Manifest, committed, verify
 from storage.ledger import LedgerFooter, newest_footer
 from storage.objects import ObjectStore
 from tests import model_engine
-from tests.scenarios import store_faults
+from tests.scenarios import store_faults, transfer_faults
 from tests.scenarios.store_faults import Fault
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,6 +105,7 @@ class RunDriver:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.faults = self.directory / "faults.json"
         self._store_faults = self.directory / "store-faults.json"
+        self._held_refit = self.directory / "held-refit"
         self._errors = self.directory / "stderr.txt"
         self._output = self.directory / "stdout.txt"
         prompts, held_out = self.directory / "prompts.jsonl", self.directory / "held_out.jsonl"
@@ -143,6 +144,7 @@ class RunDriver:
             MARK: str(self.directory),
             model_engine.FAULTS: str(self.faults),
             store_faults.FAULTS: str(self._store_faults),
+            transfer_faults.HOLD: str(self._held_refit),
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "scenarios"), str(REPOSITORY)]),
             "OMP_NUM_THREADS": "1",
         }
@@ -195,6 +197,16 @@ class RunDriver:
     def wait_for_stall(self) -> None:
         """Wait until the engine stands still in the weight update that the fault names."""
         self.wait_for(lambda store: "stall_in_update" not in self.faults.read_text())
+
+    def hold_refit(self, number: int) -> None:
+        """Let the next command's trainer stand still in a refit, when a tensor has been sent this many times."""
+        self._held_refit.write_text(str(number))
+
+    def wait_for_held_refit(self, seconds: float = WAIT_SECONDS) -> None:
+        self.wait_for(lambda store: self._held_refit.read_text() == transfer_faults.HELD, seconds)
+
+    def release_refit(self) -> None:
+        self._held_refit.unlink()
 
     def processes(self) -> list[psutil.Process]:
         """Every living process that descends from this run's commands."""

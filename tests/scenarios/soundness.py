@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 from safetensors.torch import load_file
 
 from grpo_core.schedule.frontier import FrontierState
-from storage import layout
+from storage import layout, schema
 from storage.attempts import attempt_numbers, living_chain
 from storage.layout import PartName
 from storage.ledger import DROPPED, TRAINED, newest_footer, read_ledger
@@ -89,6 +90,13 @@ def assert_sound(driver: RunDriver) -> None:
 
 def attempts(store: ObjectStore) -> int:
     return len(attempt_numbers(store))
+
+
+def engines_of(store: ObjectStore) -> set[str]:
+    """The engines that made the trajectories."""
+    keys = store.list(layout.trajectories_prefix(), recursive=True)
+    tables = (schema.decode(store.get(key), ["engine"], name=key)[0] for key in keys)
+    return {name for table in tables for name in pc.unique(table.column("engine")).to_pylist()}
 
 
 def checkpoint_tensors(store: ObjectStore) -> dict[str, torch.Tensor]:

@@ -10,28 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow.compute as pc
 import pytest
 
 from grpo_core.ports import free_port
-from storage import layout, schema
 from storage.objects import ObjectStore
 from storage.pool import read_pool_changes, read_refit
 from storage.weights import published
 from tests import model_engine
 from tests.scenarios.conftest import MakeDriver
 from tests.scenarios.run_driver import FOREBAY, MARK, REPOSITORY, RunDriver, steps_done
-from tests.scenarios.soundness import assert_sound, attempts
+from tests.scenarios.soundness import assert_sound, attempts, engines_of
 
 # A step then takes about twenty seconds, in which an engine can be started.
 SLOWLY, QUICKLY = {"seconds_per_token": 2.0}, {"seconds_per_token": 0.02}
-
-
-def engines_of(store: ObjectStore) -> set[str]:
-    """The engines that made the trajectories."""
-    keys = store.list(layout.trajectories_prefix(), recursive=True)
-    tables = (schema.decode(store.get(key), ["engine"], name=key)[0] for key in keys)
-    return {name for table in tables for name in pc.unique(table.column("engine")).to_pylist()}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from storage.trajectories import TrajectoryStore
 from tests import sequential
 from tests.scenarios.conftest import MakeDriver
 from tests.scenarios.run_driver import SYNCHRONOUS, merged, steps_done
-from tests.scenarios.soundness import assert_sound, attempts, checkpoint_tensors
+from tests.scenarios.soundness import assert_sound, attempts, checkpoint_tensors, engines_of
 
 REAL_ENGINE = {
     "pool": {"python": None, "enforce_eager": True, "kv_cache_bytes": 1 << 26, "start_timeout_seconds": 400},
@@ -55,6 +55,27 @@ def test_a_run_with_a_real_engine_survives_kill_and_refits_exactly(make_driver: 
     ]
     assert len(refits) >= 7
     assert all(difference <= 1e-4 for refit in refits for difference in refit["canary"].values())
+
+
+@pytest.mark.vllm
+def test_an_engine_killed_in_the_middle_of_a_refit_of_two_costs_only_itself(make_driver: MakeDriver) -> None:
+    driver = make_driver(settings=merged(REAL_ENGINE, {"pool": {"engines": 2}, "evaluation": {"at_start": False}}))
+    # Both engines get every tensor once when the run begins, and once more after each step.
+    driver.hold_refit(5)
+    driver.start()
+    driver.wait_for_held_refit(seconds=600)
+    victim = driver.find("engine")[0]
+    for process in [*victim.children(recursive=True), victim]:
+        process.kill()
+    driver.release_refit()
+    assert driver.finish(600) == 0, driver.errors
+    assert attempts(driver.store) == 1
+    assert_sound(driver)
+    assert {"engine-0", "engine-1"} <= engines_of(driver.store)
+    refits = [read_record(driver.store, key) for key in driver.store.list(layout.refits_prefix(1), recursive=True)]
+    assert any(len(refit["canary"]) == 1 for refit in refits), "no refit went to one engine alone"
+    assert all(difference <= 1e-4 for refit in refits for difference in refit["canary"].values())
+    assert driver.orphans() == []
 
 
 def sampled_groups(store: ObjectStore) -> tuple[list[list[Row]], list[list[float]]]:
