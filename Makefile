@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # TORCH_INDEX takes the address of PyTorch's own index of CPU wheels.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+# How many processes run the tests. A test of a whole run keeps more than one core busy.
+TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: setup quickstart test lint bench torture clean
@@ -28,7 +30,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n $(TEST_PROCESSES) --dist loadgroup
 
 torture: setup
 	$(BIN)/python -m tests.torture
