@@ -15,7 +15,7 @@ from flows.engines import Engines
 from flows.pipeline import Pipeline
 from flows.policy import PolicyPreparation
 from flows.run import Run, RunRefused, check_owner, finished_at, open_run, open_store
-from flows.sinks.sinks import check_sinks, sinks_of
+from flows.sinks.publisher import check_sinks, publisher_of
 from grpo_core.config import RunConfig, StreamData
 from grpo_core.evaluation import Evaluation, goal_of, read_evaluations
 from grpo_core.prompts import Prompts, PromptStream, load_splits
@@ -71,8 +71,10 @@ def run_to_end(config: RunConfig, control: Control, *, take_over: bool = False) 
         engines = stack.enter_context(Engines(config, policy.skeleton(), logs, router, control))
         engines.heed_wishes(store)
         prompts = stack.enter_context(prompt_stream(run))
-        sinks = stack.enter_context(sinks_of(config, store, control.warn))
-        Pipeline(run, prompts, generator, engines, router, control, logs, sinks).finish(policy.initial, after=newest)
+        publisher = stack.enter_context(publisher_of(config, store, control.warn))
+        Pipeline(run, prompts, generator, engines, router, control, logs, publisher).finish(
+            policy.initial, after=newest
+        )
     return summarise(run.config, store)
 
 

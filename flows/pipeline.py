@@ -24,7 +24,7 @@ from flows.inquest import hold_inquest
 from flows.leasing import Leasing
 from flows.progress import Meter, Progress
 from flows.run import Run, claim_attempt, newest_checkpoint
-from flows.sinks.sinks import Sinks
+from flows.sinks.publisher import Publisher
 from flows.supervise import Child, ChildFailed
 from flows.trainer import gave_up, start_trainer, trainer_failure
 from grpo_core.evaluation import Evaluation
@@ -75,7 +75,7 @@ class Pipeline:
         router: Pool,
         control: Control,
         logs: Path,
-        sinks: Sinks,
+        publisher: Publisher,
     ) -> None:
         self._run = run
         self._config = run.config
@@ -83,7 +83,7 @@ class Pipeline:
         self._engines = engines
         self._router = router
         self._logs = logs
-        self._sinks = sinks
+        self._publisher = publisher
         self._prompts = prompts
         self._generator = generator
         self._meter = Meter()
@@ -248,10 +248,10 @@ class Pipeline:
 
     def _publish(self, attempt: Attempt, step: int, metrics: dict[str, float]) -> None:
         version = step // self._config.refit.every_steps
-        self._sinks.publish(Point(attempt.claim.attempt, step, version, time.time(), metrics))
+        self._publisher.publish(Point(attempt.claim.attempt, step, version, time.time(), metrics))
 
     def _publish_evaluation(self, found: Evaluation) -> None:
-        self._sinks.publish(Point(found.attempt, found.step, found.version, time.time(), found.metrics()))
+        self._publisher.publish(Point(found.attempt, found.step, found.version, time.time(), found.metrics()))
 
     def _pool_metrics(self) -> dict[str, float]:
         return self._meter.metrics(time.monotonic()) | self._engines.metrics()

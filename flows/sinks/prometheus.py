@@ -23,6 +23,7 @@ class PrometheusPage:
     def __init__(self, host: str, port: int, run_id: str) -> None:
         self._run_id = run_id
         self._metrics: dict[str, float] = {}
+        self._facts: dict[str, float] = {}
         self._page = b""
         self._server = ThreadingHTTPServer((host, port), partial(_Handler, lambda: self._page))
         self._server.daemon_threads = True
@@ -33,12 +34,14 @@ class PrometheusPage:
         return int(self._server.server_address[1])
 
     def write(self, point: Point) -> None:
-        """Show this point. An evaluation stays until the next one; what a newer step does not have is gone."""
+        """Show this point. An evaluation stays until the next one, and says nothing of the newest step; what a newer step
+        does not have is gone."""
         kept = {name: value for name, value in self._metrics.items() if metric(name).scope == "evaluation"}
         evaluated = all(metric(name).scope == "evaluation" for name in point.metrics)
         self._metrics = (self._metrics if evaluated else kept) | dict(point.metrics)
-        facts = {"attempt": float(point.attempt), "step": float(point.step), "version": float(point.version)}
-        self._page = render(self._run_id, self._metrics, facts | {"updated_at_seconds": point.at or 0.0})
+        if not (evaluated and self._facts):
+            self._facts = {"attempt": float(point.attempt), "step": float(point.step), "version": float(point.version)}
+        self._page = render(self._run_id, self._metrics, self._facts | {"updated_at_seconds": point.at or 0.0})
 
     def close(self) -> None:
         self._server.shutdown()

@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flows.run import RunRefused
-from flows.sinks import sinks
+from flows.sinks import publisher
 from flows.sinks.parquet import WRITE_SECONDS, ParquetSink
 from flows.sinks.prometheus import PrometheusPage
-from flows.sinks.sinks import Sink, Sinks, check_sinks, sinks_of
-from flows.sinks.trackers import MlflowRun, TensorBoardFiles, TrackedRun
+from flows.sinks.publisher import Publisher, Sink, check_sinks, publisher_of
+from flows.sinks.trackers import MlflowRun, TensorBoardFiles, TrackioRun, WandbRun
 from grpo_core.recipe import parse
 from storage import layout
 from storage.attempts import claim_next
@@ -57,7 +57,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 def test_every_sink_gets_every_step_and_is_closed() -> None:
     recorders, warnings = {"a": Recorder(), "b": Recorder()}, list[str]()
-    with Sinks({name: (lambda r=recorder: r) for name, recorder in recorders.items()}, warnings.append) as out:
+    with Publisher({name: (lambda r=recorder: r) for name, recorder in recorders.items()}, warnings.append) as out:
         for step in range(5):
             out.publish(point(step))
     assert [(r.steps, r.closed) for r in recorders.values()] == [([0, 1, 2, 3, 4], True)] * 2
@@ -66,7 +66,7 @@ def test_every_sink_gets_every_step_and_is_closed() -> None:
 
 def test_a_failing_sink_costs_one_warning_until_it_works_again() -> None:
     broken, whole, warnings = Recorder(failing=(1, 2, 4)), Recorder(), list[str]()
-    with Sinks({"broken": lambda: broken, "whole": lambda: whole}, warnings.append) as out:
+    with Publisher({"broken": lambda: broken, "whole": lambda: whole}, warnings.append) as out:
         for step in range(6):
             out.publish(point(step))
     assert whole.steps == [0, 1, 2, 3, 4, 5] and broken.steps == [0, 3, 5]
@@ -88,19 +88,19 @@ def test_a_sink_that_cannot_be_opened_is_tried_again() -> None:
         return answer
 
     warnings: list[str] = []
-    with Sinks({"late": opening}, warnings.append) as out:
+    with Publisher({"late": opening}, warnings.append) as out:
         out.publish(point(1))
         out.publish(point(2))
     assert opened[0].steps == [2] and len(warnings) == 1
 
 
 def test_a_hanging_sink_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "QUEUED_POINTS", 3)
-    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(publisher, "QUEUED_POINTS", 3)
+    monkeypatch.setattr(publisher, "CLOSE_SECONDS", 0.2)
     hanging, whole, warnings = Recorder(), Recorder(), list[str]()
     hanging.may.clear()
     try:
-        with Sinks({"hanging": lambda: hanging}, warnings.append) as out:
+        with Publisher({"hanging": lambda: hanging}, warnings.append) as out:
             for step in range(10):
                 out.publish(point(step))
     finally:
@@ -111,13 +111,13 @@ def test_a_hanging_sink_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_warnings_come_on_the_thread_that_publishes() -> None:
     threads: list[threading.Thread] = []
-    with Sinks({"a": lambda: Recorder(failing=(0,))}, lambda _: threads.append(threading.current_thread())) as out:
+    with Publisher({"a": lambda: Recorder(failing=(0,))}, lambda _: threads.append(threading.current_thread())) as out:
         out.publish(point(0))
     assert threads == [threading.current_thread()]
 
 
 def test_the_store_has_every_step_at_the_end(store: ObjectStore) -> None:
-    with sinks_of(parse({}, where="test"), store, print) as out:
+    with publisher_of(parse({}, where="test"), store, print) as out:
         for step in (99, 100, 101):
             out.publish(point(step))
         out.publish(Point(1, 99, 99, 2000.0, {"evaluation/sampled": 0.75}))
@@ -169,7 +169,7 @@ def test_prometheus_reads_the_page() -> None:
         found = scraped(page)
         assert found["forebay_loss", ""] == 0.5 and found["forebay_clip_ratio_low", ""] == 0.125
         assert found["forebay_reward", "m:f"] == 0.25 and math.isnan(found["forebay_reward", "a\\b"])
-        assert found["forebay_evaluation", "greedy"] == 0.5
+        assert found["forebay_evaluation", "greedy"] == 0.5 and found["forebay_step", ""] == 7
         page.write(point(8))
         found = scraped(page)
         assert found["forebay_step", ""] == 8 and found["forebay_updated_at_seconds", ""] == 1008
@@ -186,7 +186,7 @@ def test_a_taken_port_is_a_warning(store: ObjectStore) -> None:
         port = taken.getsockname()[1]
         config = parse({"logging": {"sinks": [{"kind": "prometheus", "port": port}]}}, where="test")
         warnings: list[str] = []
-        with sinks_of(config, store, warnings.append) as out:
+        with publisher_of(config, store, warnings.append) as out:
             out.publish(point(1))
     assert len(warnings) == 1 and "logging.sinks.0 (prometheus)" in warnings[0]
     assert [p.step for p in read_points(store, MetricsName(1, 0))] == [1]
@@ -195,10 +195,10 @@ def test_a_taken_port_is_a_warning(store: ObjectStore) -> None:
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_refused_before_the_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({"logging": {"sinks": [{"kind": kind}]}}, where="test")
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(publisher, "find_spec", lambda name: None)
     with pytest.raises(RunRefused, match=rf"names {kind}.*pip install 'forebay\[{kind}\]'"):
         check_sinks(config)
-    monkeypatch.setattr(sinks, "find_spec", lambda name: types.SimpleNamespace())
+    monkeypatch.setattr(publisher, "find_spec", lambda name: types.SimpleNamespace())
     check_sinks(config)
 
 
@@ -223,30 +223,91 @@ class Calls(types.ModuleType):
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     made: list[tuple] = []
-    for name in ("wandb", "trackio", "mlflow"):
+    for name in ("trackio", "mlflow"):
         monkeypatch.setitem(sys.modules, name, Calls(name, made))
     return made
 
 
-@pytest.mark.parametrize(("package", "identity"), [("wandb", {"id": "r1"}), ("trackio", {})])
-def test_trackers_continue_the_run_of_that_name(package: str, identity: dict[str, str], calls: list[tuple]) -> None:
-    run = TrackedRun(package, "forebay", "r1")
+def test_trackio_continues_the_run_of_that_name(calls: list[tuple]) -> None:
+    run = TrackioRun("forebay", "r1")
     run.write(point(3))
     run.close()
     assert calls == [
-        ("init", {"project": "forebay", "name": "r1", "resume": "allow"} | identity),
+        ("init", {"project": "forebay", "name": "r1", "resume": "allow"}),
         ("log", {"loss": 0.5, "reward/m:f": 0.25, "attempt": 1, "version": 3}, {"step": 3}),
         ("finish", {}),
     ]
 
 
+class Wandb(types.ModuleType):
+    """As wandb behaves: a call's step is the next one unless it is given, and what comes with a lower one than the newest
+    is dropped. A curve is drawn over the metric that was defined for it, else over that step."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: dict[str, list[dict[str, float]]] = {}
+        self.axes: dict[str, str] = {}
+
+    def init(self, *, project: str, name: str, id: str, resume: str) -> "Wandb":
+        assert (project, name, resume) == ("forebay", id, "allow")
+        self.history = self.runs.setdefault(id, [])
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        if step_metric is not None:
+            self.axes[name] = step_metric
+
+    def log(self, data: dict[str, float], step: int | None = None) -> None:
+        newest = self.history[-1]["_step"] if self.history else -1
+        taken = newest + 1 if step is None else step
+        if taken >= newest:
+            self.history.append({"_step": taken, **data})
+
+    def finish(self) -> None:
+        self.history = []
+
+    def curve(self, run_id: str, name: str) -> list[tuple[float, float]]:
+        axis = self.axes.get(name, self.axes.get("*", "_step"))
+        return [(row[axis], row[name]) for row in self.runs[run_id] if name in row]
+
+
+def test_wandb_loses_no_point_of_an_earlier_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = WandbRun("forebay", "r1")
+    for written in (
+        point(1),
+        point(2),
+        point(3),
+        Point(1, 2, 2, 2000.0, {"evaluation/sampled": 0.75}),
+        point(4),
+    ):
+        run.write(written)
+    run.close()
+    later = WandbRun("forebay", "r1")
+    later.write(point(3, attempt=2, loss=0.25))
+    later.close()
+    assert wandb.curve("r1", "evaluation/sampled") == [(2, 0.75)]
+    assert wandb.curve("r1", "loss") == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5), (3, 0.25)]
+    assert wandb.curve("r1", "attempt")[-1] == (3, 2)
+
+
 def test_mlflow_gets_metrics_by_step(calls: list[tuple]) -> None:
     run = MlflowRun("forebay", "r1")
     run.write(point(3))
+    run.write(Point(1, 2, 2, 2000.0, {"evaluation/pass@2": 0.75, "reward/{a}": 1.0}))
     run.close()
-    assert [call[0] for call in calls] == ["set_experiment", "search_runs", "start_run", "log_metrics", "end_run"]
+    assert [call[0] for call in calls] == [
+        "set_experiment",
+        "search_runs",
+        "start_run",
+        "log_metrics",
+        "log_metrics",
+        "end_run",
+    ]
     assert calls[2] == ("start_run", {"run_id": None, "run_name": "r1"})
     assert calls[3] == ("log_metrics", {"loss": 0.5, "reward/m:f": 0.25}, {"step": 3})
+    assert calls[4] == ("log_metrics", {"evaluation/pass_at_2": 0.75, "reward/_a_": 1.0}, {"step": 2})
 
 
 def test_tensorboard_reads_its_event_files(tmp_path: Path) -> None:
@@ -254,8 +315,10 @@ def test_tensorboard_reads_its_event_files(tmp_path: Path) -> None:
     files = TensorBoardFiles(tmp_path)
     for step in (1, 2):
         files.write(point(step, loss=float(step)))
+    files.write(Point(1, 1, 1, 2000.0, {"evaluation/sampled": 0.75}))
     files.close()
     events = accumulator.EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
     events.Reload()
-    assert sorted(events.Tags()["tensors"]) == ["loss", "reward/m:f"]
+    assert sorted(events.Tags()["tensors"]) == ["evaluation/sampled", "loss", "reward/m:f"]
     assert [(event.step, event.wall_time) for event in events.Tensors("loss")] == [(1, 1001.0), (2, 1002.0)]
+    assert [event.step for event in events.Tensors("evaluation/sampled")] == [1]

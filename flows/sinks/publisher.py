@@ -16,13 +16,15 @@ from typing import Protocol
 from flows.run import RunRefused
 from flows.sinks.parquet import ParquetSink
 from flows.sinks.prometheus import PrometheusPage
-from flows.sinks.trackers import MlflowRun, TensorBoardFiles, TrackedRun
+from flows.sinks.trackers import MlflowRun, TensorBoardFiles, TrackioRun, WandbRun
 from grpo_core.config import (
     MetricSink,
     MlflowSink,
     PrometheusSink,
     RunConfig,
     TensorBoardSink,
+    TrackioSink,
+    WandbSink,
 )
 from storage.metrics import Point
 from storage.objects import ObjectStore
@@ -43,7 +45,7 @@ class Sink(Protocol):
         """Write what is left."""
 
 
-class Sinks:
+class Publisher:
     """The sinks of a run by name, opened on their own threads. As a context it gives them a few seconds at its end.
     `warn` is called on the thread that publishes."""
 
@@ -62,7 +64,7 @@ class Sinks:
         while not self._complaints.empty():
             self._warn(self._complaints.get())
 
-    def __enter__(self) -> "Sinks":
+    def __enter__(self) -> "Publisher":
         return self
 
     def __exit__(
@@ -134,14 +136,14 @@ def check_sinks(config: RunConfig) -> None:
             )
 
 
-def sinks_of(config: RunConfig, store: ObjectStore, warn: Callable[[str], None]) -> Sinks:
+def publisher_of(config: RunConfig, store: ObjectStore, warn: Callable[[str], None]) -> Publisher:
     """The store's own sink and those that the recipe names."""
     openings: dict[str, Callable[[], Sink]] = {
         "store": lambda: ParquetSink(store, every_steps=config.refit.every_steps)
     }
     for number, sink in enumerate(config.logging.sinks):
         openings[f"logging.sinks.{number} ({sink.kind})"] = _opening(sink, config.run_id)
-    return Sinks(openings, warn)
+    return Publisher(openings, warn)
 
 
 def _opening(sink: MetricSink, run_id: str) -> Callable[[], Sink]:
@@ -152,5 +154,7 @@ def _opening(sink: MetricSink, run_id: str) -> Callable[[], Sink]:
             return lambda: TensorBoardFiles(sink.directory / run_id)
         case MlflowSink():
             return lambda: MlflowRun(sink.experiment, run_id)
-        case _:
-            return lambda: TrackedRun(sink.kind, sink.project, run_id)
+        case WandbSink():
+            return lambda: WandbRun(sink.project, run_id)
+        case TrackioSink():
+            return lambda: TrackioRun(sink.project, run_id)
