@@ -3,11 +3,12 @@
     scale rewards → overlong penalty, discount of truncated ones → compare within the group → whiten over the step →
     clip → take the gradient away from those that must have none
 
-Contract: arrays are [groups, members]; a pure function of facts that the shards hold, so it means the same whatever the
-window is. A rollout without a score, and with overlong_filtering a truncated one, has the advantage 0 and `trained`
-false: the trainer leaves its tokens out of mask and denominators alike. A truncated rollout stays in the baseline of
-its siblings: it is a fact about the prompt that the policy ran out of tokens on it, and a baseline without it would
-call every finished rollout average.
+Contract: arrays are [groups, members]; a pure function of facts that the shards hold and of which tokens the window
+lets be trained. A rollout without a score, without such a token, and with overlong_filtering a truncated one, has the
+advantage 0 and `trained` false: the trainer leaves its tokens out of mask and denominators alike. A truncated rollout
+stays in the baseline of its siblings: it is a fact about the prompt that the policy ran out of tokens on it, and a
+baseline without it would call every finished rollout average. So does one whose tokens are all too old. Whitening is
+over what is trained, for it is the mean and the spread of the gradient's weights that it sets.
 """
 
 from __future__ import annotations
@@ -94,33 +95,37 @@ def step_advantages(
     *,
     lengths: npt.ArrayLike,
     truncated: npt.ArrayLike,
+    trainable: npt.ArrayLike | None = None,
     components: Mapping[str, npt.ArrayLike] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Credit:
     """The credit of every rollout of a step.
 
-    `rewards` [groups, members], weighted sums with NaN where no source could score; `lengths` trained tokens and
-    `truncated` whether the tokens ran out, of the same shape. `components` maps source → raw rewards of that shape, and
+    `rewards` [groups, members], weighted sums with NaN where no source could score; of the same shape `lengths`,
+    generated tokens, 0 where there is no such rollout; `truncated`, whether the tokens ran out; and `trainable`, how
+    many of the tokens are within the window (None: all). `components` maps source → raw rewards of that shape, and
     `weights` source → factor; both are needed with advantage_per_source. Raises AdvantageError.
     """
     raw = np.asarray(rewards, dtype=np.float64)
     tokens, cut = np.asarray(lengths, dtype=np.float64), np.asarray(truncated, dtype=bool)
-    for name, values in {"lengths": tokens, "truncated": cut}.items():
+    fresh = tokens if trainable is None else np.asarray(trainable, dtype=np.float64)
+    for name, values in {"lengths": tokens, "truncated": cut, "trainable": fresh}.items():
         if values.shape != raw.shape:
             raise AdvantageError(f"{name} has the shape {values.shape} but the rewards {raw.shape}: align them")
     scorable = ~np.isnan(raw)
-    trained = scorable & ~cut if config.overlong_filtering else scorable
+    trained = scorable & (fresh > 0) & ~(cut & config.overlong_filtering)
     shaped = _shaped(raw, tokens, cut, config)
     advantages = _compared(raw, shaped, tokens, cut, config, components, weights)
     if config.advantage_whitening != "none":
-        advantages = whitened(advantages, np.where(trained, tokens if config.advantage_whitening == "tokens" else 1, 0))
+        advantages = whitened(advantages, np.where(trained, fresh if config.advantage_whitening == "tokens" else 1, 0))
     clipped = np.clip(
         advantages,
         -np.inf if config.advantage_clip_low is None else config.advantage_clip_low,
         np.inf if config.advantage_clip_high is None else config.advantage_clip_high,
     )
-    metrics = _reward_metrics(raw, shaped, cut, components or {})
-    metrics |= _advantage_metrics(advantages, clipped, trained)
+    present = tokens > 0
+    metrics = _reward_metrics(raw, shaped, cut, present, components or {})
+    metrics |= _advantage_metrics(advantages, clipped, trained, present)
     return Credit(np.where(trained, clipped, 0.0), trained, scorable & (raw > 0), metrics)
 
 
@@ -180,7 +185,9 @@ def _compared(
     return source_advantages(sources, {**weights, "overlong penalty": 1.0}, baseline=baseline, scale=scale, ddof=ddof)
 
 
-def _reward_metrics(raw: Floats, shaped: Floats, truncated: Mask, components: Mapping[str, npt.ArrayLike]) -> Pairs:
+def _reward_metrics(
+    raw: Floats, shaped: Floats, truncated: Mask, present: Mask, components: Mapping[str, npt.ArrayLike]
+) -> Pairs:
     scorable = ~np.isnan(raw)
     groups = [members[known] for members, known in zip(raw, scorable, strict=True) if known.any()]
     metrics = {
@@ -188,8 +195,8 @@ def _reward_metrics(raw: Floats, shaped: Floats, truncated: Mask, components: Ma
         "reward_shaped": _mean_pair(shaped, scorable),
         "reward_std": (float(sum(group.std() for group in groups)), float(len(groups))),
         "zero_variance_share": (float(sum(group.min() == group.max() for group in groups)), float(len(groups))),
-        "unscorable_rollouts": (float((~scorable).sum()), float(raw.size)),
-        "truncated_rollouts": (float(truncated.sum()), float(raw.size)),
+        "unscorable_rollouts": _mean_pair(~scorable, present),
+        "truncated_rollouts": _mean_pair(truncated, present),
     }
     for name, values in components.items():
         component = np.asarray(values, dtype=np.float64)
@@ -197,14 +204,14 @@ def _reward_metrics(raw: Floats, shaped: Floats, truncated: Mask, components: Ma
     return metrics
 
 
-def _advantage_metrics(advantages: Floats, clipped: Floats, trained: Mask) -> Pairs:
+def _advantage_metrics(advantages: Floats, clipped: Floats, trained: Mask, present: Mask) -> Pairs:
     return {
         "advantage": _mean_pair(clipped, trained),
         "advantage_magnitude": _mean_pair(np.abs(clipped), trained),
-        "advantage_clipped": _mean_pair((clipped != advantages).astype(np.float64), trained),
-        "trained_rollouts": (float(trained.sum()), float(trained.size)),
+        "advantage_clipped": _mean_pair(clipped != advantages, trained),
+        "trained_rollouts": _mean_pair(trained, present),
     }
 
 
-def _mean_pair(values: Floats, which: Mask) -> tuple[float, float]:
+def _mean_pair(values: Floats | Mask, which: Mask) -> tuple[float, float]:
     return float(values[which].sum()), float(which.sum())

@@ -14,7 +14,6 @@ that a resume from s continues, and the resumed attempt decides it again.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from typing import Any
 
 from grpo_core.config import RunConfig, StreamData
 from grpo_core.metrics import finite, reported
-from grpo_core.objective.credit import Credit, step_advantages
 from grpo_core.schedule.admission import Admission, Admissions
 from grpo_core.schedule.window import Window
 from grpo_core.training.accounts import Decisions, step_rows, unfinished_rows
@@ -31,7 +29,7 @@ from grpo_core.training.feed import BufferedGroup, Feed
 from grpo_core.training.flops import Machine
 from grpo_core.training.measures import Clock, Measures, arithmetic_measures, clock_measures, refit_measures
 from grpo_core.training.optimizer import learning_rate
-from grpo_core.training.planning import TrainedGroup, plan_step
+from grpo_core.training.planning import TrainedGroup, plan_step, step_credit
 from grpo_core.training.refitting import Refitting
 from grpo_core.training.step import StepPlan, StepResult
 from grpo_core.trajectory import Stamp
@@ -213,16 +211,17 @@ class Conductor:
     def _plan(self, step: int, groups: Sequence[BufferedGroup]) -> StepPlan:
         """Advantages, and what follows from them for the step."""
         config, window, began = self._config, self._window, time.monotonic()
-        credit = step_credit(groups, config)
+        rows = [self._feed.cache.rows(group.places()) for group in groups]
+        credit = step_credit(groups, rows, config, oldest_version=window.oldest_version(step))
         self._measures |= credit.metrics
         trained = []
         for number, group in enumerate(groups):
-            places, rollouts = group.places(), list(group.rollouts)
+            rollouts = list(group.rollouts)
             trained.append(
                 TrainedGroup(
                     group.ordinal,
-                    places,
-                    self._feed.cache.rows(places),
+                    group.places(),
+                    rows[number],
                     credit.advantages[number, rollouts].tolist(),
                     credit.trained[number, rollouts].tolist(),
                     credit.rewarded[number, rollouts].tolist(),
@@ -303,17 +302,3 @@ class Conductor:
             self._fence()
             self._save_metrics = yield self._unsaved
             self._unsaved = None
-
-
-def step_credit(groups: Sequence[BufferedGroup], config: RunConfig) -> Credit:
-    """The advantages of a step's groups; an unknown score is NaN."""
-    sources = dict.fromkeys(name for group in groups for name in group.components)
-    unknown = (math.nan,) * config.grpo.num_generations_per_prompt
-    return step_advantages(
-        [group.rewards for group in groups],
-        config.grpo,
-        lengths=[group.lengths for group in groups],
-        truncated=[group.truncated for group in groups],
-        components={name: [group.components.get(name, unknown) for group in groups] for name in sources},
-        weights=config.reward_weights,
-    )

@@ -6,13 +6,17 @@ the groups in order, as evenly as they divide. Fillers, which train nothing, com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_core.config import RunConfig
+from grpo_core.objective.credit import Credit, step_advantages
 from grpo_core.objective.losses import Denominators
 from grpo_core.training.batch import Row
+from grpo_core.training.feed import BufferedGroup
 from grpo_core.training.sharing import pack_groups
 from grpo_core.training.step import FILLER, Place, StepPlan
 
@@ -32,6 +36,28 @@ class TrainedGroup:
     advantages: Sequence[float]
     trained: Sequence[bool]
     positive: Sequence[bool]
+
+
+def step_credit(
+    groups: Sequence[BufferedGroup], rows: Sequence[Sequence[Row]], config: RunConfig, *, oldest_version: int
+) -> Credit:
+    """The advantages of a step's groups, whose `rows` are given by group; an unknown score is NaN. Tokens of versions
+    below `oldest_version` are not trained."""
+    sources = dict.fromkeys(name for group in groups for name in group.components)
+    unknown = (math.nan,) * config.grpo.num_generations_per_prompt
+    trainable = np.zeros((len(groups), config.grpo.num_generations_per_prompt))
+    for number, group in enumerate(groups):
+        for rollout, row in zip(group.rollouts, rows[number], strict=True):
+            trainable[number, rollout] += row.fresh(oldest_version).sum()
+    return step_advantages(
+        [group.rewards for group in groups],
+        config.grpo,
+        lengths=[group.lengths for group in groups],
+        truncated=[group.truncated for group in groups],
+        trainable=trainable,
+        components={name: [group.components.get(name, unknown) for group in groups] for name in sources},
+        weights=config.reward_weights,
+    )
 
 
 def plan_step(

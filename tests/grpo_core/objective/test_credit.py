@@ -92,6 +92,30 @@ def test_whitening_counts_rollouts_or_their_tokens() -> None:
         assert np.average(given.advantages**2, weights=times) == pytest.approx(1)
 
 
+def test_whitening_is_over_the_tokens_that_are_trained() -> None:
+    """By hand: advantages ±1 of 3 and 1 fresh tokens have the mean ½ and the spread √¾; the stale tokens say nothing."""
+    config = GRPOConfig(advantage_whitening="tokens", advantage_scale="none")
+    rewards, lengths, cut = [[2.0, 0.0, 1.0]], [[3, 9, 9]], [[0, 0, 0]]
+    given = step_advantages(rewards, config, lengths=lengths, truncated=cut, trainable=[[3, 1, 0]])
+    np.testing.assert_allclose(given.advantages, [[0.5 / 0.75**0.5, -1.5 / 0.75**0.5, 0.0]])
+    np.testing.assert_array_equal(given.trained, [[True, True, False]])
+    assert given.metrics["trained_rollouts"] == (2.0, 3.0)
+
+
+def test_tokens_beyond_the_window_still_count_as_length() -> None:
+    shaping = {"max_response_length": 100, "overlong_buffer_length": 20}
+    stale = credit({"reward_shaping": shaping}, trainable=np.minimum(LENGTHS, 6))
+    np.testing.assert_array_equal(stale.advantages, credit({"reward_shaping": shaping}).advantages)
+
+
+def test_members_that_failed_count_nowhere() -> None:
+    rewards, lengths, cut = [[1.0, NAN, NAN, 0.0]], [[5, 0, 7, 9]], [[0, 0, 0, 1]]
+    given = step_advantages(rewards, GRPOConfig(), lengths=lengths, truncated=cut)
+    assert given.metrics["unscorable_rollouts"] == (1.0, 3.0)
+    assert given.metrics["truncated_rollouts"] == (1.0, 3.0)
+    assert given.metrics["trained_rollouts"] == (2.0, 3.0)
+
+
 def test_advantages_are_clipped_last() -> None:
     given = credit({"advantage_clip_low": -0.5, "advantage_clip_high": 1.0, "advantage_whitening": "rollouts"})
     assert given.advantages.min() == -0.5 and given.advantages.max() == 1.0

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_core.config import RunConfig
 from grpo_core.objective.losses import Denominators
 from grpo_core.training.batch import Row
-from grpo_core.training.planning import SequenceTooLong, TrainedGroup, plan_step
+from grpo_core.training.feed import BufferedGroup
+from grpo_core.training.planning import SequenceTooLong, TrainedGroup, plan_step, step_credit
 from grpo_core.training.step import FILLER, Place, StepPlan
 from grpo_core.trajectory import VersionSpan
+from storage.layout import PartName
 
 
 def row(length: int, version: int, first: int = 0) -> Row:
@@ -101,3 +104,26 @@ def test_a_sequence_that_no_micro_batch_holds_is_named() -> None:
         SequenceTooLong, match="step 3: a sequence of ordinal 8 has 21 tokens, more than packing.token_budget=20"
     ):
         plan(group(7, 5), group(8, 6, 21), minibatches=2)
+
+
+def test_credit_counts_the_tokens_of_a_rollout_that_the_window_lets_be_trained() -> None:
+    """Rollout 0 forked into 3 + 1 fresh tokens, rollout 1 has 1 fresh one, rollout 2 only old ones, rollout 3 failed."""
+    config = RunConfig.model_validate(
+        {
+            "grpo": {
+                "num_generations_per_prompt": 4,
+                "advantage_whitening": "tokens",
+                "advantage_scale": "none",
+                "async_grpo": {"max_trajectory_age_steps": 1},
+            }
+        }
+    )
+    rows = [row(5, 5), row(3, 6), row(3, 5), row(9, 4)]
+    made = BufferedGroup(
+        7, PartName(1, 0, 0), (0, 1, 2, 3), (0, 0, 1, 2), (1.0, 0.0, 0.5, float("nan")), 4, 6, 0, 7, None, False,
+        lengths=(4, 1, 7, 0), truncated=(False,) * 4,
+    )  # fmt: skip
+    credit = step_credit([made], [rows], config, oldest_version=5)
+    np.testing.assert_array_equal(credit.trained, [[True, True, False, False]])
+    # ±½ of 4 and 1 tokens: mean 0.3, spread 0.4.
+    np.testing.assert_allclose(credit.advantages, [[0.5, -2.0, 0.0, 0.0]])
