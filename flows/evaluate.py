@@ -8,6 +8,7 @@ trained. It goes beside training: REQUESTS_IN_FLIGHT of its requests are with th
 import asyncio
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,12 +58,13 @@ class EvaluationJob:
 
     def run(self) -> Evaluation:
         """Sample, score and store. Raise EvaluationStopped when told to stop, NoEngine, or Fenced."""
+        began = time.monotonic()
         table = schema.table(asyncio.run(self._until_stopped()), schema.EVALUATION)
-        attempt, version = self.stamp.attempt, self.stamp.version
-        data = schema.encode(table, schema.EVALUATION, {"attempt": str(attempt)})
+        seconds, attempt, version = time.monotonic() - began, self.stamp.attempt, self.stamp.version
+        data = schema.encode(table, schema.EVALUATION, {"attempt": str(attempt), "seconds": f"{seconds:.3f}"})
         Fence(self.store, attempt).check()
         self.store.put_if_absent(layout.evaluation(attempt, version), data)
-        return evaluation_of(table, self.generator.config, attempt=attempt, version=version)
+        return evaluation_of(table, self.generator.config, attempt=attempt, version=version, seconds=seconds)
 
     async def _until_stopped(self) -> list[dict[str, Any]]:
         work = asyncio.create_task(_sample(self.generator, self.rows, self.stamp))

@@ -254,7 +254,7 @@ class Pipeline:
         self._publisher.publish(Point(found.attempt, found.step, found.version, time.time(), found.metrics()))
 
     def _pool_metrics(self) -> dict[str, float]:
-        return self._meter.metrics(time.monotonic()) | self._engines.metrics()
+        return self._meter.metrics(time.monotonic()) | self._engines.metrics() | self._generator.rewards.metrics()
 
     def _replace_broken(self, attempt: Attempt) -> None:
         """Engines that the trainer found broken in a refit must not be used again."""

@@ -47,11 +47,14 @@ class Meter:
         self._engine: deque[tuple[float, float]] = deque()
         self._held: deque[tuple[float, float]] = deque()
         self._steps: deque[tuple[float, float]] = deque()
+        self._arrived: float | None = None
         self._began: float | None = None
         self._sampled: float | None = None
 
     def tokens(self, count: int, now: float) -> None:
+        """A group with so many tokens has been finished."""
         self._add(self._tokens, now, count)
+        self._arrived = now
 
     def sample(self, now: float, *, busy: bool, window_full: bool = False) -> None:
         """Whether any request is in flight, and if not, whether that is because the window has no room; the time since
@@ -94,7 +97,7 @@ class Meter:
             "pool/utilisation": self.engine_utilisation(now),
             "pool/held_back": min(1.0, self._rate(self._held, now)),
             "pool/tokens_per_second": self.tokens_per_second(now),
-        }
+        } | ({} if self._arrived is None else {"pool/silent_seconds": now - self._arrived})
 
     def seconds_per_step(self, now: float) -> float | None:
         """Over the last minute; None before two steps."""

@@ -50,13 +50,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The scores of one version by metric: `sampled`, `greedy`, `pass@1`, `pass@2`, … `step` made the version."""
+    """The scores of one version by metric: `sampled`, `greedy`, `pass@1`, `pass@2`, … `step` made the version, `tokens` is
+    the mean of a completion, `seconds` the time it took."""
 
     attempt: int
     version: int
     step: int
     scores: Mapping[str, Score]
     purity: float | None = None
+    tokens: float | None = None
+    seconds: float | None = None
 
     def line(self) -> str:
         """The scores in one line for people, each with half its 95 % interval and what it is the mean of."""
@@ -70,9 +73,15 @@ class Evaluation:
         return f"held-out reward of version {self.version} (step {self.step}): {scores}{note}"
 
     def metrics(self) -> dict[str, float]:
-        """Means and their standard errors, by the names of the registry."""
+        """What is known of it, by the names of the registry."""
         means = {f"evaluation/{metric}": score.mean for metric, score in self.scores.items()}
-        return means | {f"evaluation_error/{metric}": score.error for metric, score in self.scores.items()}
+        errors = {f"evaluation_error/{metric}": score.error for metric, score in self.scores.items()}
+        whole = {
+            "evaluation_tokens_mean": self.tokens,
+            "evaluation_purity": self.purity,
+            "evaluation_seconds": self.seconds,
+        }
+        return means | errors | {name: value for name, value in whole.items() if value is not None}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -129,15 +138,22 @@ def living_evaluations(store: ObjectStore, chain: Sequence[Link], *, every_steps
 def read_evaluation(store: ObjectStore, name: EvaluationName, config: RunConfig) -> Evaluation:
     """Raise ObjectMissing or DamagedShard."""
     key = layout.evaluation(name.attempt, name.version, name.name)
-    table, _ = schema.decode(store.get(key), name=key)
-    return evaluation_of(table, config, attempt=name.attempt, version=name.version)
+    table, written = schema.decode(store.get(key), name=key)
+    seconds = float(written["seconds"]) if "seconds" in written else None
+    return evaluation_of(table, config, attempt=name.attempt, version=name.version, seconds=seconds)
 
 
-def evaluation_of(table: pa.Table, config: RunConfig, *, attempt: int, version: int) -> Evaluation:
-    """The evaluation whose records, as they are stored, `table` holds."""
+def evaluation_of(
+    table: pa.Table, config: RunConfig, *, attempt: int, version: int, seconds: float | None
+) -> Evaluation:
+    """The evaluation whose records, as they are stored, `table` holds, and which took so many seconds."""
     records = table.select([column for column in COLUMNS if column in table.column_names]).to_pylist()
     scores = scores_of(records, pass_threshold=config.evaluation.pass_threshold)
-    return Evaluation(attempt, version, version * config.refit.every_steps, scores, purity_of(records))
+    # One that could not be made has no token.
+    lengths = [record["tokens"] for record in records if record["tokens"]]
+    tokens = math.fsum(lengths) / len(lengths) if lengths else None
+    step = version * config.refit.every_steps
+    return Evaluation(attempt, version, step, scores, purity_of(records), tokens, seconds)
 
 
 def read_evaluations(

@@ -53,6 +53,14 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
+class Derived:
+    """Metrics of another system that follow from ours, whose names stand in backquotes in `formula`."""
+
+    names: str
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
 class Absent:
     """Metrics of another system that no metric here answers, and why."""
 
@@ -91,7 +99,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sampling_importance_ratio", "1", RATIO, "trainer's over engine's probability", "", "train/sampling_importance_ratio"),
     Metric("approx_entropy", "nats", RATIO, "entropy estimated at the sampled tokens", "", "train/approx_entropy"),
     Metric("sequence_error", "1", RATIO, "mean exp |difference of log-probs| of a sequence, over sequences"),
-    Metric("sequence_error_masked", "share", RATIO, "sequences not believed because of it", "", "train/num_mask_sample_filtered"),
+    Metric("sequence_error_masked", "share", RATIO, "sequences not believed because of it"),
     Metric("positive_nll", "nats", RATIO, "−log π of tokens of rewarded rollouts", "", "train/positive_nll_loss"),
     Metric("router_imbalance", "1", RATIO, "experts · Σ over experts of (share of tokens sent there · mean probability), mean over layers and trained sequences; the number of experts per token where the load is even", "aux_loss", "moe/*"),
     # Rewards and advantages, over rollouts.
@@ -134,19 +142,34 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/seconds_mean", "seconds", RATIO, "from the first request to the last answer of a rollout", "rollout/duration_s", "train/trajectory_duration_s"),
     Metric("rollout/seconds_p95", "seconds", LAST, "95th percentile of the same", "", "train/trajectory_duration_s/p95"),
     Metric("rollout/seconds_max", "seconds", MAX, "longest rollout", "", "train/trajectory_duration_s/max"),
-    Metric("rollout/generation_seconds", "seconds", RATIO, "the part of a rollout that tools did not take", "rollout/generate_s"),
-    Metric("rollout/tool_seconds", "seconds", RATIO, "the part of a rollout that tools took", "rollout/tool_s"),
-    Metric("rollout/queue_seconds", "seconds", RATIO, "from the last answer of a rollout to the step that trains it", "sample/time_in_queue_s"),
+    Metric("rollout/generation_seconds", "seconds", RATIO, "the part of a rollout that neither tools nor its environment took", "rollout/generate_s"),
+    Metric("rollout/tool_seconds", "seconds", RATIO, "the part of a rollout that tools took, a round as long as its slowest call", "rollout/tool_s"),
+    Metric("rollout/queue_seconds", "seconds", RATIO, "from the last answer of a rollout until a step took it", "sample/time_in_queue_s"),
     Metric("rollout/sequences", "sequences", RATIO, "sequences of a rollout", "rollout/samples_per_rollout"),
     Metric("rollout/fork_share", "share", RATIO, "joins of two turns that began a new sequence", "rollout/fork_frac"),
     Metric("rollout/realign_share", "share", RATIO, "joins of two turns that were realigned", "rollout/realign_frac"),
     Metric("rollout/drift_tokens_mean", "tokens", RATIO, "tokens of drift at a join", "rollout/drift_tokens_mean"),
     Metric("rollout/drift_tokens_max", "tokens", MAX, "most tokens of drift at a join", "rollout/drift_tokens_max"),
-    Metric("tools/calls", "calls", SUM, "tool calls of all rollouts"),
+    Metric("rollout/failed_requests", "requests", SUM, "requests that an engine lost, refused or answered unusably, each made again within its budget; of all groups decided about since the step before", "rollout/vllm_retry_total", "rollout/redispatch_total"),
+    Metric("rollout/aborted_requests", "requests", SUM, "requests cut off because they had become too old to be trained on, of the same groups", "", "aborted_stale_inflight_groups"),
+    Metric("scoring/seconds", "seconds", RATIO, "from when a reward worker took a group until it was scored, of the same groups", "rollout/score_s"),
+    Metric("scoring/wait_seconds", "seconds", RATIO, "from a group's last rollout until a reward worker took it, of the same groups", "rollout/score_wait_s"),
+    Metric("environment/reset_seconds", "seconds", RATIO, "time of a reset of the environment", "env/reset_s"),
+    Metric("environment/step_seconds", "seconds", RATIO, "time of a step of the environment"),
+    Metric("environment/reward_seconds", "seconds", RATIO, "time in which the environment says its reward", "env/reward_s"),
+    Metric("tools/calls", "calls", SUM, "tool calls of all rollouts, those of their environment's tools included"),
     Metric("tools/calls_mean", "calls", RATIO, "tool calls of a rollout", "tools/call_frequency"),
-    Metric("tools/failure_share", "share", RATIO, "tool calls that failed, those of unknown tools included", "tools/failure_frequency", "train/invalid_tool_call_rate"),
-    Metric("tools/seconds", "seconds", RATIO, "time of a tool call", "tools/latency_s"),
+    Metric("tools/failure_share", "share", RATIO, "calls that failed, unknown and malformed ones included, of those that were not the environment's to answer", "tools/failure_frequency"),
+    Metric("tools/seconds", "seconds", RATIO, "time of a call of a tool of ours", "tools/latency_s"),
+    Metric("tools/calls_per_round", "calls", RATIO, "tool calls of an answer that makes any", "tools/parallel_calls_mean"),
+    Metric("tools/unknown_calls", "calls", SUM, "calls of tools that do not exist", "tools/unknown_name_total"),
+    Metric("tools/malformed_calls", "calls", SUM, "calls that could not be read"),
+    Metric("tool_calls/*", "calls", SUM, "calls of this tool", "tools/<name>/call_total"),
+    Metric("tool_failures/*", "calls", SUM, "calls of this tool that failed", "tools/<name>/failure_total"),
+    Metric("tool_seconds/*", "seconds", RATIO, "time of a call of this tool", "tools/<name>/latency_s"),
     # What the step held.
+    Metric("epoch", "epochs", MAX, "passes over the data before that of the step's newest group", "epoch"),
+    Metric("ranks", "ranks", LAST, "ranks of the trainer, one per GPU"),
     Metric("groups", "groups", SUM, "groups trained", "batch/groups_per_step"),
     Metric("rollouts", "rollouts", SUM, "rollouts of those groups"),
     Metric("sequences", "sequences", SUM, "their sequences", "batch/samples_per_step"),
@@ -162,32 +185,32 @@ METRICS: tuple[Metric, ...] = (
     Metric("micro_batch_tokens_max", "tokens", MAX, "the largest of them", "batch/row_tokens_max"),
     Metric("micro_batch_fill", "share", RATIO, "tokens over packing.token_budget", "batch/row_fill_frac"),
     Metric("rank_imbalance", "1", RATIO, "most tokens of a rank over the mean, before prefixes are shared, mean over micro-batches", "batch/row_imbalance", "performance/average_token_imbalance"),
-    Metric("prefix_tokens_saved", "share", RATIO, "tokens saved by shared prefixes; TRL's figure is 1 / (1 − this)", "batch/packing_ratio"),
+    Metric("prefix_tokens_saved", "share", RATIO, "tokens saved by shared prefixes"),
     # Time of the trainer, in wall time of rank 0.
     Metric("wait_seconds", "seconds", SUM, "waiting for groups", "perf/rollout_wait_s", "timing/train/exposed_generation timing/train/idle/buffer_starvation efficiency/idle/buffer_starvation"),
-    Metric("plan_seconds", "seconds", SUM, "advantages, packing and plan", "", "timing/train/advantage_calculation timing/train/data_processing timing/train/training_prep timing/train/logprob_inference_prep"),
-    Metric("step_seconds", "seconds", SUM, "the step on the trainer, from plan to new weights", "", "timing/train/policy_training"),
-    Metric("scoring_seconds", "seconds", SUM, "of it: log-probs without a gradient, of the old policy and of the reference", "", "timing/train/policy_and_reference_logprobs"),
+    Metric("plan_seconds", "seconds", SUM, "shaped rewards, advantages, filters, packing and plan", "", "timing/train/reward_calculation timing/train/advantage_calculation timing/train/overlong_filter timing/train/mask_sample_filter timing/train/data_processing timing/train/training_prep timing/train/logprob_inference_prep"),
+    Metric("step_seconds", "seconds", SUM, "the step on the trainer, from plan to new weights", "", "efficiency/productive_time_s"),
+    Metric("logprob_seconds", "seconds", SUM, "of it: log-probs without a gradient, of the old policy and of the reference", "", "timing/train/policy_and_reference_logprobs"),
     Metric("forward_seconds", "seconds", SUM, "of it: forward passes; on GPUs the time to launch them", "perf/fwd_s"),
     Metric("forward_backward_seconds", "seconds", SUM, "of it: forward passes, loss and backward passes", "perf/fwd_bwd_s"),
     Metric("optimizer_seconds", "seconds", SUM, "of it: clipping and updates", "perf/optimizer_s"),
     Metric("iteration_seconds", "seconds", SUM, "from the end of the step before to the end of this one, all included; the first step of an attempt has none", "perf/step_s", "timing/train/total_step_time efficiency/total_wall_time_s"),
-    Metric("checkpoint_seconds", "seconds", LAST, "the last save, from copy to manifest", "", "timing/train/checkpointing"),
-    Metric("checkpoint_blocked_seconds", "seconds", LAST, "how long the last save kept the loop"),
+    Metric("checkpoint_seconds", "seconds", LAST, "the last save, from copy to manifest"),
+    Metric("checkpoint_blocked_seconds", "seconds", LAST, "how long the last save kept the loop", "", "timing/train/checkpointing"),
     Metric("refit_seconds", "seconds", SUM, "refits since the step before", "perf/weight_sync_s", "timing/train/weight_sync timing/train/idle/refit_bubble efficiency/idle/refit_bubble"),
     Metric("refit_phase_seconds/*", "seconds", SUM, "a phase of those refits: connect, pause, start, transfer, finish, resume, canary", "perf/weight_sync_pause_s perf/weight_sync_barrier_s perf/weight_sync_transfer_s", "refit/*"),
     Metric("refit_bytes", "bytes", SUM, "what each engine received in them"),
     Metric("refit_canary", "nats", MAX, "largest difference of a log-prob between engine and trainer after a refit"),
     # Utilisation of the trainer. Rates are those of all ranks together.
-    Metric("trainer_utilisation", "share", RATIO, "step_seconds / iteration_seconds", "", "efficiency/efficiency_pct efficiency/productive_time_s"),
+    Metric("trainer_utilisation", "share", RATIO, "step_seconds / iteration_seconds"),
     Metric("wait_share", "share", RATIO, "wait_seconds / iteration_seconds", "", "performance/training_worker_idle_time_ratio"),
-    Metric("trained_tokens_per_second", "tokens/s", RATIO, "over iteration_seconds", "perf/trained_tok_s_wall_clock", "timing/train/valid_tokens_per_sec_per_gpu"),
-    Metric("forwarded_tokens_per_second", "tokens/s", RATIO, "over iteration_seconds", "perf/forwarded_tok_s_wall_clock", "performance/tokens_per_sec performance/tokens_per_sec_per_gpu"),
-    Metric("forwarded_tokens_per_busy_second", "tokens/s", RATIO, "over step_seconds", "perf/forwarded_tok_s_fwd_bwd", "performance/policy_training_tokens_per_sec_per_gpu performance/training_worker_group_tokens_per_sec performance/training_worker_group_tokens_per_sec_per_gpu"),
-    Metric("rollouts_per_second", "rollouts/s", RATIO, "over iteration_seconds", "", "performance/samples_per_sec performance/samples_per_sec_per_gpu"),
+    Metric("trained_tokens_per_second", "tokens/s", RATIO, "over iteration_seconds", "perf/trained_tok_s_wall_clock"),
+    Metric("forwarded_tokens_per_second", "tokens/s", RATIO, "over iteration_seconds", "perf/forwarded_tok_s_wall_clock", "performance/tokens_per_sec"),
+    Metric("forwarded_tokens_per_busy_second", "tokens/s", RATIO, "over step_seconds", "", "performance/training_worker_group_tokens_per_sec"),
+    Metric("rollouts_per_second", "rollouts/s", RATIO, "over iteration_seconds", "", "performance/samples_per_sec"),
     Metric("flops_per_second", "FLOP/s", RATIO, "the model's arithmetic of the step over step_seconds, per device", "", "performance/train_flops_per_gpu"),
-    Metric("mfu_of_busy", "share", RATIO, "model FLOPs utilisation over step_seconds; absent where the device's peak is not known", "perf/mfu_fwd_bwd", "performance/train_fp_utilization"),
-    Metric("mfu_of_wall", "share", RATIO, "model FLOPs utilisation over iteration_seconds", "perf/mfu_wall_clock"),
+    Metric("mfu_of_busy", "share", RATIO, "model FLOPs utilisation over step_seconds; absent where the device's peak is not known", "", "performance/train_fp_utilization"),
+    Metric("mfu_of_wall", "share", RATIO, "model FLOPs utilisation over iteration_seconds"),
     # Buffer, lag and waste. Decisions are those since the step before.
     Metric("ready_groups", "groups", LAST, "groups ready when the trainer began to wait"),
     Metric("buffered_groups", "groups", LAST, "groups left in the buffer when the step began", "sample/rollout_queue_size", "train/buffer_size"),
@@ -195,9 +218,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("lag_mean", "versions", RATIO, "training version less that of a trained token", "sample/staleness_mean", "train/avg_trajectory_age"),
     Metric("lag_max", "versions", MAX, "largest lag of a trained token", "sample/staleness_max"),
     Metric("lag_tokens/*", "tokens", SUM, "trained tokens of this lag"),
-    Metric("dropped_groups/*", "groups", SUM, "groups dropped for this reason", "sample/dropped_stale_total", "dropped_prompt_groups"),
-    Metric("returned_groups/*", "groups", SUM, "groups returned, to be generated again, for this reason", "", "evicted_stale_prompt_groups replaced_prompt_groups"),
-    Metric("wasted_tokens/*", "tokens", SUM, "generated tokens that were not trained, by cause: masked, or the reason why their group was dropped or returned", "", "efficiency/total_waste_s efficiency/wasted/failed_trajectory"),
+    Metric("dropped_groups/*", "groups", SUM, "groups dropped for this reason; the next prompts take their places", "", "dropped_prompt_groups replaced_prompt_groups"),
+    Metric("returned_groups/*", "groups", SUM, "groups returned, to be generated again, for this reason", "sample/dropped_stale_total", "evicted_stale_prompt_groups"),
+    Metric("wasted_tokens/*", "tokens", SUM, "generated tokens that were not trained, by cause: masked; discarded, with turns of rollouts that were begun again; or the reason why their group was dropped or returned", "", "efficiency/wasted/failed_trajectory"),
     Metric("wasted_token_share", "share", RATIO, "those tokens over all generated tokens that were decided about"),
     # The pool, as the flow sees it with the step.
     Metric("pool/engines", "engines", LAST, "engines that get requests", scope="flow"),
@@ -208,33 +231,50 @@ METRICS: tuple[Metric, ...] = (
     Metric("pool/preemptions", "requests", SUM, "requests evicted between the last two looks", scope="flow"),
     Metric("pool/prefix_hit_rate", "share", RATIO, "prompt tokens found in a cache between the last two looks", scope="flow"),
     Metric("pool/utilisation", "share", RATIO, "time of the last minute with a request in flight", scope="flow"),
-    Metric("pool/held_back", "share", RATIO, "time of the last minute without a request in flight because the window had no room for another lease", "rollout/backpressure_s", "efficiency/idle/buffer_full_backoff efficiency/idle/generation_limit_pause rollout/idle_s", scope="flow"),
-    Metric("pool/tokens_per_second", "tokens/s", RATIO, "tokens generated in the last minute", "rollout/generated_tok_s", "performance/generation_tokens_per_sec performance/generation_tokens_per_sec_per_gpu", scope="flow"),
+    Metric("pool/held_back", "share", RATIO, "time of the last minute without a request in flight because the window had no room for another lease", "rollout/backpressure_s", "efficiency/idle/buffer_full_backoff efficiency/idle/generation_limit_pause", scope="flow"),
+    Metric("pool/tokens_per_second", "tokens/s", RATIO, "tokens generated in the last minute", "rollout/generated_tok_s", "performance/generation_tokens_per_sec", scope="flow"),
+    Metric("pool/silent_seconds", "seconds", LAST, "since a group was last finished", "", "rollout/idle_s", scope="flow"),
+    Metric("scoring/queued", "groups", LAST, "groups that wait for a reward worker", "rollout/score_queue_size", scope="flow"),
     # Evaluations, at the step whose weights they judge.
-    Metric("evaluation/*", "reward", RATIO, "mean reward of the held-out split, sampled and greedy, and pass@k", "", "validation/accuracy", scope="evaluation"),
+    Metric("evaluation/*", "reward", RATIO, "mean reward of the held-out split, sampled and greedy, and pass@k", "", "validation/accuracy validation/pass_k", scope="evaluation"),
     Metric("evaluation_error/*", "reward", LAST, "standard error of that mean", scope="evaluation"),
+    Metric("evaluation_tokens_mean", "tokens", RATIO, "generated tokens of a held-out completion", "", "validation/avg_length", scope="evaluation"),
+    Metric("evaluation_purity", "share", RATIO, "tokens that the version itself sampled, before engines moved on to the next", scope="evaluation"),
+    Metric("evaluation_seconds", "seconds", LAST, "from the first request to the last reward", "", "timing/validation/total_validation_time", scope="evaluation"),
+)
+DERIVED_FOR_TRL: tuple[Derived, ...] = (
+    Derived("batch/packing_ratio", "1 / (1 − `prefix_tokens_saved`)"),
+    Derived("perf/forwarded_tok_s_fwd_bwd", "`forwarded_tokens` / `forward_backward_seconds`"),
+    Derived("perf/mfu_fwd_bwd", "100 × `mfu_of_busy` × `step_seconds` / `forward_backward_seconds`"),
+    Derived("perf/mfu_wall_clock", "100 × `mfu_of_wall`"),
+)
+DERIVED_FOR_NEMO_RL: tuple[Derived, ...] = (
+    Derived("train/num_mask_sample_filtered", "`rollouts` × (1 − `trained_rollouts`)"),
+    Derived("train/invalid_tool_call_rate", "(`tools/unknown_calls` + `tools/malformed_calls`) / `rollout/turns_total`"),
+    Derived("timing/train/policy_training", "`step_seconds` − `logprob_seconds`"),
+    Derived("timing/train/valid_tokens_per_sec_per_gpu", "`trained_tokens_per_second` / `ranks`"),
+    Derived("performance/samples_per_sec_per_gpu", "`rollouts_per_second` / `ranks`"),
+    Derived("performance/tokens_per_sec_per_gpu", "`forwarded_tokens_per_second` / `ranks`"),
+    Derived("performance/training_worker_group_tokens_per_sec_per_gpu", "`forwarded_tokens_per_busy_second` / `ranks`"),
+    Derived("performance/policy_training_tokens_per_sec_per_gpu", "`forwarded_tokens` / (`step_seconds` − `logprob_seconds`) / `ranks`"),
+    Derived("performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu", "`forwarded_tokens` / `logprob_seconds` / `ranks`"),
+    Derived("performance/generation_tokens_per_sec_per_gpu", "`pool/tokens_per_second` / `pool/engines` / GPUs of an engine"),
+    Derived("efficiency/efficiency_pct", "100 × `trainer_utilisation`"),
+    Derived("efficiency/total_waste_s", "`iteration_seconds` − `step_seconds`"),
 )
 ABSENT_FROM_TRL: tuple[Absent, ...] = (
-    Absent("epoch", "a fact of each group: column epoch of ledger/"),
-    Absent("rollout/score_s rollout/score_wait_s rollout/score_queue_size rollout/score_block_s", "a group is scored within its lease, in worker processes: no queue stands between generation and scoring"),
-    Absent("rollout/vllm_retry_total", "retries count against the budget of their rollout; one that is spent is a failed group"),
-    Absent("tools/<name>/call_total tools/<name>/failure_total tools/<name>/latency_s tools/unknown_name_total tools/parallel_calls_mean", "the calls of every rollout, by name, are in column messages of trajectories/"),
-    Absent("env/reset_s env/reward_s", "part of rollout/seconds_mean; environments are not timed call by call"),
+    Absent("rollout/score_block_s", "generation never waits for scoring: what bounds the groups that wait is the window"),
     Absent("batch/pad_frac", "micro-batches are flat: nothing is padded"),
     Absent("batch/dropped_oversize_total", "no sequence is dropped for its length: the config refuses a budget below model.context_length"),
 )
 ABSENT_FROM_NEMO_RL: tuple[Absent, ...] = (
     Absent("train/wd", "a constant of the recipe: optimizer.weight_decay"),
-    Absent("train/histogram/gen_tokens_length train/histogram/input_tokens_length train/histogram/total_tokens_length", "lengths of every sequence are in trajectories/"),
-    Absent("timing/train/reward_calculation", "scoring happens beside generation and never keeps the trainer"),
-    Absent("timing/train/overlong_filter timing/train/mask_sample_filter", "part of plan_seconds"),
+    Absent("train/histogram/gen_tokens_length train/histogram/input_tokens_length train/histogram/total_tokens_length", "a metric is one number; the lengths of every sequence are in trajectories/"),
     Absent("mtp/*", "multi-token prediction heads are not trained"),
-    Absent("performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu", "forwarded_tokens / scoring_seconds"),
-    Absent("timing/train/idle/validation efficiency/idle/validation timing/validation/total_validation_time", "evaluations run beside training, each as a task of its own"),
-    Absent("validation/avg_length validation/pass_k", "columns tokens and reward of evaluations/ have every held-out completion"),
-    Absent("efficiency/init/total", "the phases of a start are tasks on the flow's page"),
+    Absent("timing/train/idle/validation efficiency/idle/validation", "training does not wait for an evaluation; only that of version 0 comes before it"),
+    Absent("efficiency/init/total", "it ends before the first step: attempts/ says when an attempt began and the page of the flow how long each of its phases took"),
     Absent("efficiency/idle/refit_event_wait", "requests stay in flight during a refit; the pause is refit_phase_seconds/pause"),
-    Absent("aborted_stale_inflight_groups promoted_prompt_groups rollout/redispatch_total", "every lease of an ordinal and what became of it: `forebay trace`"),
+    Absent("promoted_prompt_groups", "no group is promised to a step, so none has to be lent by a later one"),
 )
 # fmt: on
 
@@ -311,18 +351,19 @@ def page() -> str:
                 if each.scope == scope
             ),
         )
-    for title, answers, absent in (
-        ("TRL", {each.name: each.trl for each in METRICS}, ABSENT_FROM_TRL),
-        ("NeMo RL", {each.name: each.nemo_rl for each in METRICS}, ABSENT_FROM_NEMO_RL),
+    for title, answers, derived, absent in (
+        ("TRL", {each.name: each.trl for each in METRICS}, DERIVED_FOR_TRL, ABSENT_FROM_TRL),
+        ("NeMo RL", {each.name: each.nemo_rl for each in METRICS}, DERIVED_FOR_NEMO_RL, ABSENT_FROM_NEMO_RL),
     ):
         lines += ["", f"## {title} → Forebay", ""]
-        lines += _table((title, "Forebay"), theirs(answers, absent))
+        lines += _table((title, "Forebay"), theirs(answers, derived, absent))
     return "\n".join(lines) + "\n"
 
 
-def theirs(answers: Mapping[str, str], absent: Iterable[Absent]) -> list[tuple[str, str]]:
-    """(their name, our name or why there is none), by their name."""
+def theirs(answers: Mapping[str, str], derived: Iterable[Derived], absent: Iterable[Absent]) -> list[tuple[str, str]]:
+    """(their name, our name, or how it follows from ours, or why there is none), by their name."""
     rows = [(f"`{name}`", f"`{ours}`") for ours, names in answers.items() for name in names.split()]
+    rows += [(f"`{name}`", f"= {each.formula}") for each in derived for name in each.names.split()]
     rows += [(f"`{name}`", f"– {each.why}") for each in absent for name in each.names.split()]
     return sorted(rows)
 

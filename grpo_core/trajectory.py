@@ -70,9 +70,22 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """The calls of one tool, or of one method of an environment. `seconds` are those of all calls together."""
+
+    name: str
+    calls: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """A finished conversation, before reward. The first `opening_messages` messages were its prompt;
-    `environment_reward` is None where no environment gave one."""
+    `environment_reward` is None where no environment gave one.
+
+    Its `tool_calls`, in `tool_rounds` rounds, are of tools of ours (`tool_usage`), of none that there is (`unknown`), of
+    what could not be read (`malformed`), and else of its environment's. `tool_seconds` is what the rounds took."""
 
     index: int
     turns: list[Turn]
@@ -85,6 +98,11 @@ class Rollout:
     error: str | None = None
     opening_messages: int = 0
     environment_reward: float | None = None
+    tool_rounds: int = 0
+    unknown_tool_calls: int = 0
+    malformed_tool_calls: int = 0
+    tool_usage: tuple[Usage, ...] = ()
+    environment_usage: tuple[Usage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,14 @@ def _list_of(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
+USAGE = pa.struct(
+    [
+        _required("name", pa.string()),
+        _required("calls", pa.int32()),
+        _required("failures", pa.int32()),
+        _required("seconds", pa.float64()),
+    ]
+)
 VERSION_SPAN = pa.struct([_required(name, pa.int32()) for name in ("attempt", "version", "start", "end")])
 
 SHARD = pa.schema(
@@ -84,6 +92,17 @@ SHARD = pa.schema(
         pa.field("joins_fork", pa.int32()),
         pa.field("drift_tokens", pa.int32()),
         pa.field("drift_max", pa.int32()),
+        pa.field("tool_rounds", pa.int32()),
+        pa.field("unknown_tool_calls", pa.int32()),
+        pa.field("malformed_tool_calls", pa.int32()),
+        pa.field("tool_usage", _list_of(USAGE)),
+        pa.field("environment_usage", _list_of(USAGE)),
+        # Of the whole group, the same in each of its rows.
+        pa.field("failed_requests", pa.int32()),
+        pa.field("aborted_requests", pa.int32()),
+        pa.field("discarded_tokens", pa.int64()),
+        pa.field("scoring_wait_seconds", pa.float64()),
+        pa.field("scoring_seconds", pa.float64()),
     ]
 )
 
@@ -279,12 +298,14 @@ def _column_digest(column: pa.ChunkedArray) -> str:
 
 
 def _feed(update: Callable[[bytes], None], array: pa.Array) -> None:
-    """Nested types go in by their shape, not their full description, in which readers name inner fields anew."""
+    """Nested types go in by their shape and the names in a struct, not their full description, in which readers name the
+    elements of lists anew."""
     update(f"{str(array.type).partition('<')[0]} {len(array)} {array.null_count};".encode())
     if array.null_count:
         update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes())
     kind = array.type
     if pa.types.is_struct(kind):
+        update(f"{[child.name for child in kind]};".encode())
         for child in array.flatten():
             _feed(update, child)
     elif pa.types.is_list(kind):

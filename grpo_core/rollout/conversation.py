@@ -17,10 +17,11 @@ from typing import Any
 
 from grpo_core.config import RunConfig
 from grpo_core.rollout.chat import Chat, Message, PromptText
+from grpo_core.rollout.effort import UsageTally
 from grpo_core.rollout.environments import Opening
 from grpo_core.rollout.episodes import Episode
 from grpo_core.rollout.tool_calls import Answer, ToolCall, parse_answer
-from grpo_core.rollout.tools import Toolbox
+from grpo_core.rollout.tools import Toolbox, ToolResult
 from grpo_core.trajectory import Rollout, Turn
 
 LENGTH, TOOL_CALLS = "length", "tool_calls"
@@ -45,6 +46,9 @@ class Conversation:
     tool_calls: int = 0
     tool_failures: int = 0
     tool_seconds: float = 0.0
+    unknown_tool_calls: int = 0
+    malformed_tool_calls: int = 0
+    tool_usage: UsageTally = field(default_factory=UsageTally)
 
     @classmethod
     def begin(
@@ -111,6 +115,11 @@ class Conversation:
             tool_seconds=self.tool_seconds,
             opening_messages=self.opening_messages,
             environment_reward=reward,
+            tool_rounds=self.tool_rounds,
+            unknown_tool_calls=self.unknown_tool_calls,
+            malformed_tool_calls=self.malformed_tool_calls,
+            tool_usage=self.tool_usage.usages(),
+            environment_usage=() if self.episode is None else self.episode.usage.usages(),
         )
 
     def _parsed(self, turn: Turn) -> Answer:
@@ -140,6 +149,8 @@ class Conversation:
         self.tool_failures += sum(result.failed for result in results)
         # Side by side, so a round takes as long as its slowest call.
         self.tool_seconds += max((result.seconds for result in results), default=0.0)
+        for (_, call), result in zip(calls, results, strict=True):
+            self._count(call, result)
         return [
             {
                 "role": "tool",
@@ -149,6 +160,15 @@ class Conversation:
             }
             for (number, call), result in zip(calls, results, strict=True)
         ]
+
+    def _count(self, call: ToolCall, result: ToolResult) -> None:
+        """Count a call that was ours to make. Names that no tool has are the policy's, and any text."""
+        if call.fault is not None:
+            self.malformed_tool_calls += 1
+        elif call.name not in self.toolbox.tools:
+            self.unknown_tool_calls += 1
+        else:
+            self.tool_usage.add(call.name, result.seconds, failed=result.failed)
 
     async def _last_step(self, answer: Answer) -> None:
         """Let the environment see an answer that was cut off: it may be worth something."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.config import (
@@ -26,6 +26,7 @@ from grpo_core.config import (
 )
 from grpo_core.rollout.chat import Message
 from grpo_core.rollout.concurrency import call_within
+from grpo_core.rollout.effort import UsageTally
 from grpo_core.rollout.environments import Environment, Opening, Step
 from grpo_core.rollout.http_environment import HttpClient
 from grpo_core.rollout.importable import imported
@@ -41,11 +42,13 @@ class EnvironmentFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Episode:
-    """One rollout's use of an instance. Its calls raise EnvironmentFailed, and then `failed` is true."""
+    """One rollout's use of an instance. Its calls raise EnvironmentFailed, and then `failed` is true; `usage` has their
+    times."""
 
     environment: Environment
     timeout_seconds: float
     failed: bool = False
+    usage: UsageTally = field(default_factory=UsageTally)
 
     async def reset(self, columns: Mapping[str, Any], seed: int) -> Opening:
         return await self._call("reset", Opening, columns, seed)
@@ -65,6 +68,7 @@ class Episode:
         await self._call("close", object)
 
     async def _call(self, method: str, kind: Any, *arguments: Any) -> Any:
+        began = time.monotonic()
         try:
             result = await call_within(self.timeout_seconds, getattr(self.environment, method), *arguments)
         except Exception as error:
@@ -73,6 +77,8 @@ class Episode:
             # Cancelled in the middle of a call: nobody knows what state the instance is in.
             self.failed = True
             raise
+        finally:
+            self.usage.add(method, time.monotonic() - began)
         if not isinstance(result, kind):
             raise self._failure(method, f"it returned {result!r}; see grpo_core/rollout/environments.py")
         return result

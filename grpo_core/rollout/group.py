@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from grpo_core.config import ENVIRONMENT_SOURCE, NoEnvironment, RunConfig
 from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.concurrency import together
 from grpo_core.rollout.conversation import Conversation
+from grpo_core.rollout.effort import Effort
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
 from grpo_core.rollout.episodes import EnvironmentFailed, Episodes, open_episodes
 from grpo_core.rollout.first_turns import FirstTurns
@@ -47,7 +48,8 @@ class TurnAborted(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Task:
     """What the rollouts of one prompt have in common. `name` begins the ids of their requests; `seeds` are what all
-    their seeds are derived from; `cancellable` says whether a request may be cut off when it is too old to be trained on."""
+    their seeds are derived from; `cancellable` says whether a request may be cut off when it is too old to be trained on.
+    `effort` counts what they cost."""
 
     prompt: Prompt
     session: aiohttp.ClientSession
@@ -55,6 +57,7 @@ class Task:
     seeds: tuple[int, ...]
     temperature: float
     cancellable: bool = True
+    effort: Effort = field(default_factory=Effort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +82,23 @@ class Generator:
         config, size = self.config, self.config.grpo.num_generations_per_prompt
         name = f"{config.run_id}-{attempt}-{prompt.ordinal}"
         task = Task(prompt, session, name, (config.seed, prompt.ordinal), config.sampling.temperature)
+        survivors: list[Rollout] = []
         try:
             outcomes = await self.rollouts(task, size)
-            survivors = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+            survivors += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
             failures = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)]
             note = f"{len(failures)} of {size} rollouts failed, the first with: {failures[0]}" if failures else None
             if len(survivors) < (config.generation.min_group_members or size):
                 raise RolloutFailed(note)
             scores = await self.score(prompt, survivors)
         except (EnvironmentFailed, RolloutFailed, RewardError) as error:
-            return self.tombstone(prompt, f"{type(error).__name__}: {error}")
-        return group_rows(config, prompt, survivors, scores, note=note)
+            task.effort.discarded_tokens += sum(_tokens(rollout.turns) for rollout in survivors)
+            return self.tombstone(prompt, f"{type(error).__name__}: {error}", task.effort)
+        return group_rows(config, prompt, survivors, scores, task.effort, note=note)
 
-    def tombstone(self, prompt: Prompt, cause: str) -> list[dict[str, Any]]:
-        """The one row of a group that failed for good."""
-        return [tombstone_row(self.config, prompt, cause)]
+    def tombstone(self, prompt: Prompt, cause: str, effort: Effort | None = None) -> list[dict[str, Any]]:
+        """The one row of a group that failed for good, and what it had cost by then."""
+        return [tombstone_row(self.config, prompt, cause, effort or Effort())]
 
     async def rollouts(self, task: Task, count: int) -> list[Rollout | RolloutFailed]:
         """`count` rollouts of one prompt, each or why it failed for good. Raise NoEngine, or EnvironmentFailed when there
@@ -104,6 +109,7 @@ class Generator:
                 ids,
                 n,
                 task.session,
+                task.effort,
                 request_id=f"{task.name}-{number}",
                 seed=derived_seed(*task.seeds, number),
                 temperature=task.temperature,
@@ -161,15 +167,19 @@ class Generator:
                 if first is not None:
                     first.give_up()
                 raise
-            while conversation.finish_reason is None:
-                number = len(conversation.turns)
-                if first is not None and number == 0:
-                    turn = await first.turn(conversation.prompt.ids)
-                else:
-                    turn = await self._alone(task, conversation, (index, number, tried))
-                await conversation.take(turn)
-            episode = conversation.episode
-            reward = await episode.reward() if episode is not None else None
+            try:
+                while conversation.finish_reason is None:
+                    number = len(conversation.turns)
+                    if first is not None and number == 0:
+                        turn = await first.turn(conversation.prompt.ids)
+                    else:
+                        turn = await self._alone(task, conversation, (index, number, tried))
+                    await conversation.take(turn)
+                episode = conversation.episode
+                reward = await episode.reward() if episode is not None else None
+            except (RolloutFailed, ChatError, EnvironmentFailed, TurnAborted):
+                task.effort.discarded_tokens += _tokens(conversation.turns)
+                raise
             return conversation.rollout(index, derived_seed(*task.seeds, 0), reward)
 
     async def _begun(self, task: Task, stack: AsyncExitStack) -> Conversation:
@@ -189,6 +199,7 @@ class Generator:
             conversation.prompt.ids,
             1,
             task.session,
+            task.effort,
             request_id=f"{task.name}-{index}.{number}.{tried}",
             seed=derived_seed(*task.seeds, *place),
             temperature=task.temperature,
@@ -204,6 +215,7 @@ class Generator:
         ids: Sequence[int],
         count: int,
         session: aiohttp.ClientSession,
+        effort: Effort,
         *,
         request_id: str,
         seed: int,
@@ -217,7 +229,8 @@ class Generator:
 
         One request for all of them: the prompt is read once, and the server's own work per rollout falls fourfold.
         `max_tokens`: by default as many as a turn, a rollout and the context may have. `since` is the version under which
-        a rollout began that has earlier turns; raise TurnAborted when such a turn is cut off from outside.
+        a rollout began that has earlier turns; raise TurnAborted when such a turn is cut off from outside. `effort` counts
+        the requests that come to nothing.
         """
         attempts = self.config.generation.max_rollout_attempts
         budget = self._budget(ids) if max_tokens is None else max_tokens
@@ -244,12 +257,16 @@ class Generator:
                         deadline_seconds=self.config.generation.request_timeout_seconds,
                     )
             except EngineRejected as error:
+                effort.failed_requests += 1
                 raise RolloutFailed(str(error)) from error
             except (EngineUnavailable, InvalidGeneration) as error:
                 cause = error
-                if since is not None and isinstance(error, InvalidGeneration) and error.reason == "aborted":
+                aborted = isinstance(error, InvalidGeneration) and error.reason == "aborted"
+                effort.aborted_requests += aborted
+                effort.failed_requests += not aborted
+                if since is not None and aborted:
                     raise TurnAborted(str(error)) from error
-                if isinstance(error, InvalidGeneration) and error.reason in (OLD_SALT, "aborted"):
+                if aborted or (isinstance(error, InvalidGeneration) and error.reason == OLD_SALT):
                     # Nothing is wrong with the engine: a refit came between, or we ended the request ourselves.
                     continue
                 avoid.add(member.name)
@@ -284,6 +301,10 @@ def check_rollouts(config: RunConfig) -> tuple[Toolbox, Episodes | None]:
     """The tools and the environment of a run. Raise ValueError, naming the one that cannot be imported."""
     toolbox = Toolbox.of(config.generation.tools, timeout_seconds=config.generation.tool_timeout_seconds)
     return toolbox, open_episodes(config.environment)
+
+
+def _tokens(turns: Iterable[Turn]) -> int:
+    return sum(len(turn.output_ids) for turn in turns)
 
 
 def derived_seed(*parts: int) -> int:

@@ -21,9 +21,11 @@ import json
 import math
 import re
 import threading
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_core.config import RewardsConfig
@@ -45,10 +47,13 @@ ALONE_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One group scored: per source its raw values, and per rollout the weighted sum (NaN where no source could score)."""
+    """One group scored: per source its raw values, and per rollout the weighted sum (NaN where no source could score).
+    `wait_seconds` until a worker took it, `seconds` from then on."""
 
     components: Components
     rewards: list[float]
+    wait_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 def with_source(scores: Scores, name: str, values: Sequence[float | None], weight: float) -> Scores:
@@ -57,7 +62,7 @@ def with_source(scores: Scores, name: str, values: Sequence[float | None], weigh
         reward if value is None else weight * value if math.isnan(reward) else math.fsum((reward, weight * value))
         for reward, value in zip(scores.rewards, values, strict=True)
     ]
-    return Scores({**scores.components, name: list(values)}, rewards)
+    return replace(scores, components={**scores.components, name: list(values)}, rewards=rewards)
 
 
 class RewardWorkers:
@@ -77,6 +82,7 @@ class RewardWorkers:
         self._slots = asyncio.Semaphore(config.workers * config.groups_per_worker)
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self._calls: set[asyncio.Task[Any]] = set()
+        self._queued = 0
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="rewards")
         self._thread.start()
         self._run(self._fill()).result(START_SECONDS)
@@ -107,6 +113,10 @@ class RewardWorkers:
     def score(self, **group: Any) -> Scores:
         """As `submit`, for a thread that waits."""
         return self.submit(**group).result()
+
+    def metrics(self) -> dict[str, float]:
+        """What it knows of its queue, by the names of the registry."""
+        return {"scoring/queued": float(self._queued)}
 
     def close(self) -> None:
         """End every worker; a call that is under way ends with RewardError, and so does every later one."""
@@ -157,8 +167,9 @@ class RewardWorkers:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
+        began = time.monotonic()
         try:
-            components = await self._components(call)
+            components, taken = await self._components(call)
         except asyncio.CancelledError:
             if self._closed:
                 raise self._refusal() from None
@@ -171,21 +182,36 @@ class RewardWorkers:
                     f"reward function {name} returned {len(values)} values for {size} completions; return one for each"
                 )
         weights = {source.function: source.weight for source in self._config.functions}
-        return Scores(components, [_weighted(index, components, weights) for index in range(size)])
+        rewards = [_weighted(index, components, weights) for index in range(size)]
+        return Scores(components, rewards, taken - began, time.monotonic() - taken)
 
-    async def _components(self, call: dict[str, Any]) -> Components:
-        """The answer of a worker; of one that has nothing else to do, if the first was lost."""
+    async def _components(self, call: dict[str, Any]) -> tuple[Components, float]:
+        """The answer of a worker; of one that has nothing else to do, if the first was lost. And when the first took it."""
         try:
-            async with self._slots:
+            async with self._slot():
+                taken = time.monotonic()
                 await self._fill()
                 worker = min(self._workers, key=lambda worker: worker.load)
-                return await worker.call(call)
+                return await worker.call(call), taken
         except WorkerLost:
             async with self._alone, alone(self._config) as worker:
                 try:
-                    return await worker.call(call, must_tick=False)
+                    return await worker.call(call, must_tick=False), taken
                 except WorkerLost as error:
                     raise RewardError(str(error)) from error
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """A group's turn to be scored; until then it is queued."""
+        self._queued += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._queued -= 1
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _end(self) -> None:
         for task in list(self._calls):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from grpo_core.config import NoEnvironment, RunConfig
+from grpo_core.rollout.effort import Effort
 from grpo_core.rollout.reconcile import Tally, reconcile
 from grpo_core.rollout.rewards import Scores
 from grpo_core.trajectory import Prompt, Rollout
@@ -33,24 +35,31 @@ NO_ROLLOUT: dict[str, Any] = {
 
 
 def group_rows(
-    config: RunConfig, prompt: Prompt, rollouts: Sequence[Rollout], scores: Scores, *, note: str | None = None
+    config: RunConfig,
+    prompt: Prompt,
+    rollouts: Sequence[Rollout],
+    scores: Scores,
+    effort: Effort,
+    *,
+    note: str | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of a whole group, one per sequence. `scores` are of these rollouts, in their order; `note` says why
     there are fewer than were asked for."""
     rows = []
+    scoring = {"scoring_wait_seconds": scores.wait_seconds, "scoring_seconds": scores.seconds}
     for position, rollout in enumerate(rollouts):
         sequences, tally = reconcile(rollout.turns, fork_threshold_tokens=config.generation.fork_threshold_tokens)
         common = {**_facts(config, prompt, rollout.index), **_outcome(rollout, scores, position), **_joins(tally)}
         rows += [
-            {**common, "error": note, "sequence": number, **_tokens(sequence)}
+            {**common, **asdict(effort), **scoring, "error": note, "sequence": number, **_tokens(sequence)}
             for number, sequence in enumerate(sequences)
         ]
     return rows
 
 
-def tombstone_row(config: RunConfig, prompt: Prompt, cause: str) -> dict[str, Any]:
+def tombstone_row(config: RunConfig, prompt: Prompt, cause: str, effort: Effort) -> dict[str, Any]:
     """The one row of a group that failed for good."""
-    return {**_facts(config, prompt, 0), **NO_ROLLOUT, "error": cause}
+    return {**_facts(config, prompt, 0), **NO_ROLLOUT, **asdict(effort), "error": cause}
 
 
 def _outcome(rollout: Rollout, scores: Scores, position: int) -> dict[str, Any]:
@@ -65,6 +74,11 @@ def _outcome(rollout: Rollout, scores: Scores, position: int) -> dict[str, Any]:
         "tool_calls": rollout.tool_calls,
         "tool_failures": rollout.tool_failures,
         "tool_seconds": rollout.tool_seconds,
+        "tool_rounds": rollout.tool_rounds,
+        "unknown_tool_calls": rollout.unknown_tool_calls,
+        "malformed_tool_calls": rollout.malformed_tool_calls,
+        "tool_usage": [asdict(usage) for usage in rollout.tool_usage],
+        "environment_usage": [asdict(usage) for usage in rollout.environment_usage],
         "seed": rollout.seed,
         # Its turns may have been made by several engines; a reader that doubts one must find it here.
         "engine": ",".join(sorted({turn.engine for turn in rollout.turns})),

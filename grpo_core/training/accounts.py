@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ from grpo_core.training.measures import (
     composition_measures,
     lag_measures,
     length_measures,
-    rollout_measures,
     waste_measures,
     weight_measures,
 )
+from grpo_core.training.rollout_measures import cost_measures, rollout_measures
 from grpo_core.training.step import StepPlan, StepResult
 from storage.ledger import DROPPED, RETURNED, TRAINED
 
@@ -46,6 +45,9 @@ class Decisions:
     def due(self, now: float, flush_seconds: float) -> bool:
         """Whether the oldest decision has waited long enough."""
         return bool(self) and now - self.since >= flush_seconds
+
+    def groups(self) -> list[BufferedGroup]:
+        return [group for group, _ in (*self.dropped, *self.returned)]
 
     def returned_ordinals(self) -> list[int]:
         return [group.ordinal for group, _ in self.returned]
@@ -95,9 +97,11 @@ def step_rows(
     logprobs: bool,
     given_up: Decisions,
     token_budget: int,
+    taken_at: float,
 ) -> StepAccount:
     """The account of one step. `rows` are those of plan.places, group after group, then fillers, which count nowhere;
-    `version` is the training version, `given_up` what was decided about other groups since the step before."""
+    `version` is the training version, `given_up` what was decided about other groups since the step before; the groups
+    were taken for it `taken_at`, in Unix seconds."""
     ledger, lags, first = [], [], 0
     for group in groups:
         members = range(first, first + len(group.rows))
@@ -130,7 +134,7 @@ def step_rows(
         )
     all_lags = np.concatenate(lags)
     values, counts = np.unique(all_lags, return_counts=True)
-    measures = _measures(plan, groups, rows, all_lags, result, given_up, token_budget)
+    measures = _measures(plan, groups, rows, all_lags, result, given_up, token_budget, taken_at)
     return StepAccount(ledger, {int(v): int(c) for v, c in zip(values, counts, strict=True)}, measures)
 
 
@@ -142,6 +146,7 @@ def _measures(
     result: StepResult,
     given_up: Decisions,
     token_budget: int,
+    taken_at: float,
 ) -> Measures:
     generated = sum(int(row.generated.sum()) for row in rows)
     rewards = [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
@@ -150,7 +155,8 @@ def _measures(
         **result.extremes,
         **weight_measures(result.pairs),
         **length_measures(groups, rows[: sum(len(group.rows) for group in groups)], len(lags)),
-        **rollout_measures(groups, now=time.time()),
+        **rollout_measures(groups, taken_at=taken_at),
+        **cost_measures([*groups, *given_up.groups()]),
         **composition_measures(plan, groups, rows, result, trained=len(lags), token_budget=token_budget),
         **lag_measures(lags),
         **waste_measures(

@@ -85,6 +85,7 @@ class Conductor:
         self._metrics: dict[str, float] = {}
         self._given_up = Decisions()
         self._clock = Clock(0.0, 0.0, 0.0, None)
+        self._taken_at = 0.0  # when the step took its groups, in Unix seconds
         self._ended: float | None = None  # the step before, on the monotonic clock
         self._unsaved: Save | None = None
         self._save_metrics: dict[str, float] = {}
@@ -147,6 +148,7 @@ class Conductor:
                 pending = Decisions()
             if admission.trained:
                 self._clock = replace(self._clock, wait=time.monotonic() - began)
+                self._taken_at = time.time()
                 taken = [feed.groups.pop(ordinal) for ordinal in admission.trained]
                 self._measures = {
                     "ready_groups": float(ready),
@@ -260,6 +262,7 @@ class Conductor:
             logprobs=config.logging.trainer_logprobs,
             given_up=self._given_up,
             token_budget=config.packing.token_budget,
+            taken_at=self._taken_at,
         )
         rows = ledger_rows(account.rows)
         self._totals = self._totals.add(rows, account.lag_tokens)

@@ -34,7 +34,10 @@ from storage.trajectories import PartFooter, TrajectoryStore
 # What a shard says about a rollout beside its tokens, the same in all of its rows but for the prompt.
 ROLLOUT_FACTS = (
     "finish_reason", "prompt_length", "turns", "tool_calls", "tool_failures", "tool_seconds", "submitted_at",
-    "finished_at", "joins_clean", "joins_realign", "joins_fork", "drift_tokens", "drift_max",
+    "finished_at", "joins_clean", "joins_realign", "joins_fork", "drift_tokens", "drift_max", "tool_rounds",
+    "unknown_tool_calls", "malformed_tool_calls", "tool_usage", "environment_usage",
+    # Of the whole group.
+    "failed_requests", "aborted_requests", "discarded_tokens", "scoring_wait_seconds", "scoring_seconds",
 )  # fmt: skip
 COLUMNS = (
     "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",

@@ -18,14 +18,13 @@ from grpo_core.config import ObjectiveConfig
 from grpo_core.metrics import Pair
 from grpo_core.refit.coordinator import RefitResult
 from grpo_core.training.batch import Row
-from grpo_core.training.feed import TRUNCATED, BufferedGroup
+from grpo_core.training.feed import BufferedGroup
 from grpo_core.training.flops import Machine, step_flops, utilisation
 from grpo_core.training.step import FILLER, StepPlan, StepResult
 
 Measures = dict[str, float | Pair]
-NO_LAGS = np.zeros(0, dtype=np.int64)
-TURN_LIMIT = "tool_calls"
-MASKED = "masked"
+# Causes of waste in groups that are trained.
+MASKED, DISCARDED = "masked", "discarded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,71 +52,24 @@ def length_measures(groups: Sequence[BufferedGroup], rows: Sequence[Row], traine
     behind = sum(len(row.ids) - int(row.generated.sum()) - _prompt(row) for row in rows)
     facts = [fact for group in groups for fact in group.facts]
     measures: Measures = {
-        "completion_tokens_mean": _mean(lengths),
+        "completion_tokens_mean": mean(lengths),
         "completion_tokens_min": float(min(lengths)),
         "completion_tokens_max": float(max(lengths)),
-        "turn_tokens_mean": _mean(longest),
+        "turn_tokens_mean": mean(longest),
         "turn_tokens_p95": percentile(longest, 0.95),
         "turn_tokens_max": float(max(longest)),
         "environment_tokens_mean": (float(behind), float(len(rows))),
-        "sequence_tokens_mean": _mean(sizes),
+        "sequence_tokens_mean": mean(sizes),
         "sequence_tokens_max": float(max(sizes)),
         "trained_tokens_mean": (float(trained), float(len(rows))),
     }
-    return measures | ({"prompt_tokens_mean": _mean([fact["prompt_length"] for fact in facts])} if facts else {})
+    return measures | ({"prompt_tokens_mean": mean([fact["prompt_length"] for fact in facts])} if facts else {})
 
 
 def longest_turn(row: Row) -> int:
     """The longest stretch of generated tokens: between two turns there is always a token of the template or a tool."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], row.generated, [False]]).astype(np.int8)))
     return int((edges[1::2] - edges[::2]).max(initial=0))
-
-
-def rollout_measures(groups: Sequence[BufferedGroup], *, now: float) -> Measures:
-    """What the shards say about the rollouts. `now`, in Unix seconds, is when they were trained."""
-    facts = [fact for group in groups for fact in group.facts]
-    if not facts:
-        return {}
-    turns, calls = _values(facts, "turns"), _values(facts, "tool_calls")
-    joins = {kind: sum(_values(facts, f"joins_{kind}")) for kind in ("clean", "realign", "fork")}
-    joined = sum(joins.values())
-    endings = Counter(fact["finish_reason"] for fact in facts)
-    count, tool_seconds = float(len(facts)), sum(_values(facts, "tool_seconds"))
-    measures: Measures = {
-        "rollout/turns_mean": _mean(turns),
-        "rollout/turns_p95": percentile(turns, 0.95),
-        "rollout/turns_p99": percentile(turns, 0.99),
-        "rollout/turns_max": max(turns),
-        "rollout/turns_total": sum(turns),
-        "rollout/natural_end_share": (count - endings[TRUNCATED] - endings[TURN_LIMIT], count),
-        "rollout/turn_limit_share": (float(endings[TURN_LIMIT]), count),
-        "rollout/tool_seconds": (tool_seconds, count),
-        "rollout/sequences": (float(sum(len(group.rows) for group in groups)), count),
-        "rollout/fork_share": (joins["fork"], joined),
-        "rollout/realign_share": (joins["realign"], joined),
-        "rollout/drift_tokens_mean": (sum(_values(facts, "drift_tokens")), joined),
-        "rollout/drift_tokens_max": max(_values(facts, "drift_max"), default=0.0),
-        "tools/calls": sum(calls),
-        "tools/calls_mean": _mean(calls),
-        "tools/failure_share": (sum(_values(facts, "tool_failures")), sum(calls)),
-        "tools/seconds": (tool_seconds, sum(calls)),
-    }
-    return measures | _time_measures(facts, tool_seconds, now)
-
-
-def _time_measures(facts: Sequence[Mapping[str, Any]], tool_seconds: float, now: float) -> Measures:
-    """Those of the rollouts whose times are known."""
-    seconds = _between(facts, "submitted_at", "finished_at")
-    measures: Measures = {}
-    if seconds:
-        measures |= {
-            "rollout/seconds_mean": _mean(seconds),
-            "rollout/seconds_p95": percentile(seconds, 0.95),
-            "rollout/seconds_max": max(seconds),
-            "rollout/generation_seconds": (sum(seconds) - tool_seconds, float(len(seconds))),
-            "rollout/queue_seconds": _mean([now - at for at in _values(facts, "finished_at")]),
-        }
-    return measures
 
 
 def composition_measures(
@@ -138,6 +90,8 @@ def composition_measures(
     saved = result.pairs.get("prefix_tokens_saved", (0.0, 0.0))[0]
     advantages = [plan.advantages[place] for place in real if not plan.trained or plan.trained[place]]
     measures: Measures = {
+        "ranks": float(len(plan.micro_batches[0])),
+        "epoch": float(max(group.epoch for group in groups)),
         "groups": float(len(groups)),
         "rollouts": float(sum(len(set(group.rollouts)) for group in groups)),
         "sequences": float(len(real)),
@@ -170,7 +124,7 @@ def lag_measures(lags: np.ndarray) -> Measures:
     """Lag of the trained tokens, and how many tokens had each."""
     values, counts = np.unique(lags, return_counts=True)
     return {
-        "lag_mean": float(lags.mean()) if len(lags) else 0.0,
+        "lag_mean": (float(lags.sum()), float(len(lags))),
         "lag_max": float(lags.max(initial=0)),
         **{f"lag_tokens/{lag}": float(count) for lag, count in zip(values.tolist(), counts.tolist(), strict=True)},
     }
@@ -185,15 +139,16 @@ def waste_measures(
     trained_tokens: int,
 ) -> Measures:
     """What was generated and not trained, by cause, and whether training prefers short answers. `generated_tokens` are
-    those of the trained groups."""
+    those of the trained groups' rollouts; what was discarded for others counts as such, or with its group."""
     measures: Measures = {}
-    wasted: Counter[str] = Counter({MASKED: generated_tokens - trained_tokens})
+    discarded = sum(map(discarded_tokens, trained))
+    wasted: Counter[str] = Counter({MASKED: generated_tokens - trained_tokens, DISCARDED: discarded})
     decided = [group.lengths for group in trained]
     for family, groups in (("dropped_groups", dropped), ("returned_groups", returned)):
         reasons: Counter[str] = Counter()
         for group, reason in groups:
             reasons[reason] += 1
-            wasted[reason] += sum(group.lengths)
+            wasted[reason] += sum(group.lengths) + discarded_tokens(group)
             decided.append(group.lengths)
         measures |= {f"{family}/{reason}": float(count) for reason, count in reasons.items()}
     measures |= {f"wasted_tokens/{cause}": float(tokens) for cause, tokens in wasted.items()}
@@ -205,6 +160,11 @@ def waste_measures(
     if kept:
         measures["length_ratio"] = float(np.mean(kept) / np.mean(everything))
     return measures
+
+
+def discarded_tokens(group: BufferedGroup) -> int:
+    """Tokens that were generated for a group and are not in its rollouts."""
+    return (group.facts[0]["discarded_tokens"] or 0) if group.facts else 0
 
 
 def clock_measures(clock: Clock, result: StepResult, counts: Mapping[str, float | Pair]) -> Measures:
@@ -278,22 +238,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return float(sorted(values)[math.ceil(share * len(values)) - 1])
 
 
+def mean(values: Sequence[float]) -> Pair:
+    return float(sum(values)), float(len(values))
+
+
 def _count(counts: Mapping[str, float | Pair], name: str) -> float:
     value = counts[name]
     assert not isinstance(value, tuple), name
     return value
-
-
-def _mean(values: Sequence[float]) -> Pair:
-    return float(sum(values)), float(len(values))
-
-
-def _values(facts: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [float(fact[name]) for fact in facts if fact[name] is not None]
-
-
-def _between(facts: Sequence[Mapping[str, Any]], start: str, end: str) -> list[float]:
-    return [fact[end] - fact[start] for fact in facts if fact[start] is not None and fact[end] is not None]
 
 
 def _prompt(row: Row) -> int:

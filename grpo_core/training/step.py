@@ -133,7 +133,7 @@ def run_step(
     def batch_of(number: int) -> Batch:
         return _batch(plan, plan.micro_batches[number][rank], rows, device)
 
-    with watch.phase("scoring_seconds"):
+    with watch.phase("logprob_seconds"):
         old = {number: logprobs_of(policy, batch_of(number)) for number in _scored_before(updates, objective)}
     extremes: dict[str, Tensor] = {}
     norms: list[float] = []
@@ -144,7 +144,7 @@ def run_step(
         for number in update:
             batch = batch_of(number)
             # With adapters the reference is the policy itself, so it is asked before a backward pass is due.
-            with watch.phase("scoring_seconds"):
+            with watch.phase("logprob_seconds"):
                 anchor = None if reference is None else reference(batch)
             with watch.phase("forward_backward_seconds"):
                 with watch.phase("forward_seconds"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -13,13 +14,23 @@ from pathlib import Path
 import pytest
 
 from grpo_core import metrics
-from grpo_core.metrics import ABSENT_FROM_NEMO_RL, ABSENT_FROM_TRL, METRICS, UnknownMetric, metric, reported
+from grpo_core.metrics import (
+    ABSENT_FROM_NEMO_RL,
+    ABSENT_FROM_TRL,
+    DERIVED_FOR_NEMO_RL,
+    DERIVED_FOR_TRL,
+    METRICS,
+    UnknownMetric,
+    metric,
+    reported,
+)
 
 ROOT = Path(__file__).parents[2]
 THEIRS = json.loads((ROOT / "tests/cases/metric_names.json").read_text(encoding="utf-8"))
 # Functions whose literal keys are names of metrics.
 REPORTING: dict[str, tuple[str, ...]] = {
     "grpo_core/training/measures.py": ("*_measures",),
+    "grpo_core/training/rollout_measures.py": ("*_measures",),
     "grpo_core/training/accounts.py": ("*_measures",),
     "grpo_core/training/saving.py": ("start", "wait"),
     "grpo_core/objective/credit.py": ("*_metrics",),
@@ -27,6 +38,7 @@ REPORTING: dict[str, tuple[str, ...]] = {
     "grpo_core/objective/importance.py": ("believed", "*_metrics"),
     "grpo_core/objective/diagnostics.py": ("mismatch_of_trained",),
     "grpo_core/rollout/load.py": ("pool_metrics",),
+    "grpo_core/rollout/rewards.py": ("metrics",),
     "flows/engines.py": ("metrics",),
     "flows/progress.py": ("metrics",),
     "grpo_core/evaluation.py": ("metrics",),
@@ -36,9 +48,18 @@ REPORTING: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("system", ["trl", "nemo_rl"])
 def test_every_metric_of_theirs_is_answered_once(system: str) -> None:
     absent = ABSENT_FROM_TRL if system == "trl" else ABSENT_FROM_NEMO_RL
+    derived = DERIVED_FOR_TRL if system == "trl" else DERIVED_FOR_NEMO_RL
     answered = [name for each in METRICS for name in getattr(each, system).split()]
-    explained = [name for each in absent for name in each.names.split()]
+    explained = [name for each in (*derived, *absent) for name in each.names.split()]
     assert Counter(answered + explained) == Counter(THEIRS[system])
+
+
+@pytest.mark.parametrize("derived", [*DERIVED_FOR_TRL, *DERIVED_FOR_NEMO_RL], ids=lambda each: each.names)
+def test_a_formula_is_made_of_metrics(derived: metrics.Derived) -> None:
+    names = re.findall("`(.*?)`", derived.formula)
+    assert names
+    for name in names:
+        metric(name)
 
 
 def test_names_are_unique_and_described() -> None:

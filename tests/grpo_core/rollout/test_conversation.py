@@ -109,7 +109,9 @@ async def test_the_calls_of_one_answer_are_answered_in_their_order(chat: Chat) -
     assert tools[0]["content"] == "2"
     assert "not JSON" in json.loads(tools[1]["content"])["error"] and "name" not in tools[1]
     assert "no tool 'divide'" in json.loads(tools[2]["content"])["error"]
-    assert (conversation.tool_calls, conversation.tool_failures) == (3, 2)
+    assert (conversation.tool_calls, conversation.tool_failures, conversation.tool_rounds) == (3, 2, 1)
+    assert (conversation.malformed_tool_calls, conversation.unknown_tool_calls) == (1, 1)
+    assert [(use.name, use.calls, use.failures) for use in conversation.tool_usage.usages()] == [("calculator", 1, 0)]
     assert conversation.finish_reason is None
 
 

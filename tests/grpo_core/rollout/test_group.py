@@ -44,7 +44,7 @@ class Rewards:
             return answer
         values = [float(len(ids)) for ids in call["completion_ids"]]
         values[0] = float("nan")
-        answer.set_result(Scores({"m:f": [None, *values[1:]]}, values))
+        answer.set_result(Scores({"m:f": [None, *values[1:]]}, values, wait_seconds=0.25, seconds=1.5))
         return answer
 
 
@@ -127,6 +127,7 @@ def test_rows_fit_the_shard_and_carry_tokens_versions_and_rewards(chat: Chat, en
         ]
         assert all(value < 0 for value in row["logprobs"][len(prompt_ids) :])
         assert (row["ordinal"], row["epoch"], row["dataset_index"], row["min_version"]) == (5, 1, 3, 4)
+        assert (row["scoring_wait_seconds"], row["scoring_seconds"], row["discarded_tokens"]) == (0.25, 1.5, 0)
     (call,) = rewards.calls
     assert call["columns"] == {"answer": ["3"] * 4, "note": [None] * 4}
     assert call["completion_ids"] == [row["token_ids"][len(prompt_ids) :] for row in rows]
@@ -155,7 +156,9 @@ def test_a_failed_request_is_tried_again(chat: Chat, engines: list[FakeEngine], 
         engine.faults.append(Fault(GENERATE, kind))
     rows = make(chat, engines)
     assert [row["status"] for row in rows] == [OK] * 4
-    assert sum(engine.calls.count(GENERATE) for engine in engines) in (2, 3)
+    asked = sum(engine.calls.count(GENERATE) for engine in engines)
+    assert asked in (2, 3)
+    assert {(row["failed_requests"], row["aborted_requests"]) for row in rows} == {(asked - 1, 0)}
 
 
 def test_a_turn_on_an_old_salt_is_made_again_by_the_same_engine_at_once(chat: Chat, engines: list[FakeEngine]) -> None:
@@ -185,7 +188,7 @@ def test_a_group_whose_budget_is_spent_is_a_tombstone(chat: Chat, engines: list[
     engines[0].faults.append(Fault(GENERATE, "status", times=99))
     rewards = Rewards()
     (row,) = make(chat, engines[:1], rewards=rewards, max_rollout_attempts=2)
-    assert engines[0].calls.count(GENERATE) == 2
+    assert engines[0].calls.count(GENERATE) == row["failed_requests"] == 2
     assert (row["status"], row["ordinal"], row.get("reward")) == (FAILED, 5, None)
     assert "2 attempts failed" in row["error"] and "500" in row["error"]
     assert as_shard([row]).num_rows == 1
@@ -215,6 +218,7 @@ def test_a_group_that_cannot_be_scored_is_a_tombstone(chat: Chat, engines: list[
     rewards.error = RewardError("the reward function is broken")
     (row,) = make(chat, engines, rewards=rewards)
     assert row["status"] == FAILED and row["error"] == "RewardError: the reward function is broken"
+    assert row["discarded_tokens"] == 4 * 6 and row["failed_requests"] == 0
 
 
 def test_that_there_is_no_engine_is_not_the_prompts_fault(chat: Chat) -> None:

@@ -147,6 +147,8 @@ def test_a_tool_is_called_and_exactly_the_generated_tokens_are_trained(chat: Cha
         assert [row["token_ids"][start:end] for start, end in starts] == said
         assert all((value != 0.0) == mask for value, mask in zip(row["logprobs"], row["loss_mask"], strict=True))
         assert (row["turns"], row["tool_calls"], row["tool_failures"], row["finish_reason"]) == (2, 1, 0, "stop")
+        assert [(use["name"], use["calls"], use["failures"]) for use in row["tool_usage"]] == [("calculator", 1, 0)]
+        assert 0 < row["tool_usage"][0]["seconds"] <= row["tool_seconds"] and row["tool_rounds"] == 1
         joins = ("joins_clean", "joins_realign", "joins_fork", "drift_tokens", "drift_max")
         assert [row[name] for name in joins] == [1, 0, 0, 0, 0]
     (call,) = rewards.calls
@@ -190,6 +192,9 @@ def test_an_environment_opens_and_answers_and_rewards(chat: Chat, engines: list[
     for row in rows:
         assert task in "".join(chat.pieces(row["token_ids"][: row["prompt_length"]]))
         assert (row["turns"], row["environment"]) == (3, "python")
+        used = {use["name"]: use["calls"] for use in row["environment_usage"]}
+        assert used == {"reset": 1, "step": 3, "reward": 1}
+        assert all(use["seconds"] > 0 for use in row["environment_usage"])
         assert dict(row["reward_components"]) == {"m:f": 1.0, "environment": 3.0}
         assert row["reward"] == 1.0 + 2.0 * 3.0
     assert all(task in asked[-1]["content"] for asked in rewards.calls[0]["prompts"])
@@ -212,6 +217,9 @@ def test_a_rollout_whose_environment_fails_is_tried_again_in_another(
     assert [row["status"] for row in rows] == [OK] * SIZE
     assert [dict(row["reward_components"])["environment"] for row in rows] == [2.0] * SIZE
     assert sum(len(instance.resets) for instance in Counting.made) == SIZE + 1
+    # The turns of the attempt that came to nothing.
+    turn = len(spelled(chat, "x"))
+    assert {row["discarded_tokens"] for row in rows} == {{"reset": 0, "step": 1, "reward": 2}[word.split()[0]] * turn}
     # The rollout that was tried again was given the same task.
     assert len({seed for instance in Counting.made for _, seed in instance.resets}) == 1
 
@@ -269,6 +277,10 @@ def test_a_rollout_that_was_cut_off_from_outside_begins_anew(chat: Chat, engines
     assert [row["turns"] for row in rows] == [2] * SIZE
     # The shared first turn, one turn for each, and the rollout that began anew: two turns of its own.
     assert len(requests([engine])) == 1 + SIZE + 2
+    first_turn = len(spelled(chat, calculates("", 0)))
+    assert {(row["aborted_requests"], row["failed_requests"], row["discarded_tokens"]) for row in rows} == {
+        (1, 0, first_turn)
+    }
 
 
 @pytest.mark.parametrize("tool", ["nowhere:tool", f"{SAMPLES}.sample_tools:undescribed"])
