@@ -39,6 +39,14 @@ def test_idle_time_is_the_windows_doing_only_while_it_is_full() -> None:
     assert meter.metrics(4.0) == {"pool/utilisation": 0.25, "pool/held_back": 0.5, "pool/tokens_per_second": 0.0}
 
 
+def test_silence_is_the_time_since_the_last_group() -> None:
+    meter = Meter()
+    assert "pool/silent_seconds" not in meter.metrics(1.0)
+    meter.tokens(10, 2.0)
+    meter.tokens(0, 3.0)
+    assert meter.metrics(7.5)["pool/silent_seconds"] == 4.5
+
+
 def test_trainer_utilisation_and_pace_come_from_the_ledger() -> None:
     meter = Meter()
     meter.sample(0.0, busy=False)

@@ -75,6 +75,23 @@ def test_sources_are_weighted_and_kept_apart() -> None:
     assert scores.components == {f"{SAMPLES}:lengths": [3.0, 0.0], f"{SAMPLES}:awaited": [0.25, 0.25]}
 
 
+def test_a_group_that_waits_for_its_turn_is_queued_and_says_for_how_long() -> None:
+    functions = (RewardFunction(function=f"{SAMPLES}:on_word"),)
+    one_by_one = RewardsConfig(functions=functions, workers=1, groups_per_worker=1, timeout_seconds=0.5)
+    with RewardWorkers(one_by_one) as pool, ThreadPoolExecutor() as threads:
+        pool.check()
+        hanging = threads.submit(score, pool, "a", word="hang")
+        assert until(lambda: len(pool._calls) == 1 and pool.metrics() == {"scoring/queued": 0.0})
+        second = threads.submit(score, pool, "a", word="pid")
+        assert until(lambda: pool.metrics() == {"scoring/queued": 1.0})
+        with pytest.raises(RewardError):
+            hanging.result()
+        scores = second.result()
+        assert pool.metrics() == {"scoring/queued": 0.0}
+    assert scores.wait_seconds > 0 and scores.seconds > 0
+    assert with_source(scores, "environment", [1.0], 1.0).wait_seconds == scores.wait_seconds
+
+
 def test_functions_get_prompts_token_ids_and_columns() -> None:
     with workers("echo_arguments") as pool:
         scores = pool.score(

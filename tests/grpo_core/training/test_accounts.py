@@ -35,7 +35,9 @@ def test_a_rollout_of_several_sequences_has_one_advantage_and_all_its_tokens() -
     plan = StepPlan(5, places, [-1.0, -1.0, 1.0, 0.5, -0.5], [[[0, 1, 2, 3, 4]]], 2, Denominators(6.0, 4.0), 0.1)
     logprobs = {index: np.full(int(each.generated.sum()), -0.5) for index, each in enumerate(rows)}
     result = StepResult(0.25, 1.0, {"kl": (3.0, 6.0), "kl_reference": (0.0, 0.0)}, 0.1, logprobs)
-    account = step_rows(plan, groups, rows, result, version=4, logprobs=True, given_up=Decisions(), token_budget=8)
+    account = step_rows(
+        plan, groups, rows, result, version=4, logprobs=True, given_up=Decisions(), token_budget=8, taken_at=0.0
+    )
     first, second = account.rows
     assert first["advantages"] == [-1.0, 1.0] and second["advantages"] == [0.5, -0.5]
     assert (first["tokens_generated"], first["tokens_trained"], first["tokens_masked"]) == (4, 3, 1)
@@ -47,9 +49,9 @@ def test_a_rollout_of_several_sequences_has_one_advantage_and_all_its_tokens() -
     assert reported(account.measures)["trained_tokens"] == 6.0
     assert reported(account.measures)["masked_token_share"] == 1 / 7
     assert (
-        step_rows(plan, groups, rows, result, version=4, logprobs=False, given_up=Decisions(), token_budget=8).rows[0][
-            "trainer_logprobs"
-        ]
+        step_rows(
+            plan, groups, rows, result, version=4, logprobs=False, given_up=Decisions(), token_budget=8, taken_at=0.0
+        ).rows[0]["trainer_logprobs"]
         is None
     )
 
@@ -65,6 +67,7 @@ def test_a_group_that_is_all_stale_has_no_lag() -> None:
         logprobs=True,
         given_up=Decisions(),
         token_budget=8,
+        taken_at=0.0,
     )
     assert (account.rows[0]["lag_mean"], account.rows[0]["lag_max"], account.rows[0]["tokens_trained"]) == (
         None,
