@@ -8,8 +8,10 @@ matters to nobody who was last. Values that are not numbers are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import pyarrow.compute as pc
 
 from storage import layout, schema
 from storage.errors import ObjectMissing
@@ -46,6 +48,17 @@ def read_points(store: ObjectStore, name: MetricsName) -> list[Point]:
     for row in rows:
         points.setdefault((row["step"], row["version"], row["at"]), {})[row["name"]] = row["value"]
     return [Point(name.attempt, *place, metrics) for place, metrics in points.items()]
+
+
+def read_values(store: ObjectStore, name: MetricsName, metrics: Sequence[str]) -> list[tuple[int, str, float]]:
+    """(step, metric, value) of these metrics in a chunk, in the order they were written; none when it is not there."""
+    key = layout.metrics(name)
+    try:
+        table, _ = schema.decode(store.get(key), ["step", "name", "value"], name=key)
+    except ObjectMissing:
+        return []
+    wanted = table.filter(pc.field("name").isin(list(metrics)))
+    return list(zip(*(wanted.column(column).to_pylist() for column in ("step", "name", "value")), strict=True))
 
 
 def write_points(store: ObjectStore, name: MetricsName, points: Iterable[Point]) -> None:

@@ -15,13 +15,11 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from flows.live import clock
-from flows.views import curves
-from flows.views.curves import FIRST, SECOND, THIRD, Line
+from flows.views.charts import lag_chart, step_charts
 from flows.views.samples import sample_rollouts
-from flows.views.series import StepPoint, spread, step_points
+from flows.views.series import StepPoint, flow_points, spread, step_points
 from flows.views.standing import RecordedRun, read_decisions, recorded_run
 from flows.views.status import status
 from flows.views.terminal import figure, visible
@@ -35,6 +33,7 @@ from storage.objects import ObjectStore
 MOST_POINTS = 600
 MOST_EVALUATIONS = 40
 MOST_DROP_FILES = 400
+POOL = ("pool/utilisation", "pool/held_back")
 TEMPLATE = "report.html.jinja"
 PHASES = ("connect", "pause", "start", "transfer", "finish", "resume", "canary")
 
@@ -46,15 +45,6 @@ class EvaluatedMetric:
     version: int
     step: int
     score: Score
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A figure of the page; `svg` is markup of our own."""
-
-    title: str
-    note: str
-    svg: Markup
 
 
 def report(store: ObjectStore, output: Path) -> Path:
@@ -78,7 +68,8 @@ def _content(store: ObjectStore) -> dict[str, Any]:
     living = ledger_names(store)
     names = [name for name in living if name.drops is None]
     every = run.config.refit.every_steps
-    points = step_points(store, [names[index] for index in spread(len(names), MOST_POINTS)], every_steps=every)
+    shown = [names[index] for index in spread(len(names), MOST_POINTS)]
+    points, pool = step_points(store, shown, every_steps=every), flow_points(store, shown, POOL)
     chain = living_chain(store)
     evaluations = evaluation_points(store, run.config, chain)
     footer = newest_footer(store)
@@ -91,13 +82,15 @@ def _content(store: ObjectStore) -> dict[str, Any]:
         "evaluations": evaluation_table(evaluations),
         "evaluated": evaluations,
         "missed": missed_evaluations(store, chain, every_steps=every),
-        "charts": step_charts(points, evaluations, restarts) + lag_chart(totals),
+        "charts": step_charts(points, pool, evaluations, restarts) + lag_chart(totals),
         "times": time_budget(points),
         "refits": refit_table(points),
         "canary": max(
             (value for point in points if point.refit for value in point.refit.canary.values()), default=None
         ),
         "waste": waste_table(store, living, totals, run),
+        "spent": token_table(points),
+        "tools": tool_table(points),
         "samples": sample_rollouts(store, names),
         "sampled": len(points) < len(names),
         "config": _config_text(run),
@@ -124,79 +117,6 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
             {"metric": metric, "first": first, "last": last if several else None, "change": change if several else None}
         )
     return table
-
-
-def step_charts(points: Sequence[StepPoint], evaluations: Sequence[Evaluation], restarts: Sequence[int]) -> list[Chart]:
-    """The curves over steps that there are figures for."""
-    reward = _curves(points, ("reward_mean", "training groups", FIRST))
-    for metric, colour in (("sampled", SECOND), ("greedy", THIRD)):
-        measured = [(each.step, each.scores[metric]) for each in evaluations if metric in each.scores]
-        if measured:
-            x, y = [step for step, _ in measured], [score.mean for _, score in measured]
-            errors = [score.interval for _, score in measured]
-            reward.append(Line(f"held-out, {metric}", x, y, colour, errors=errors))
-    specs = [
-        ("Reward", "mean; held-out prompts with 95 % intervals", reward, True),
-        ("Loss", "of the whole step", _curves(points, ("loss", "loss", FIRST)), False),
-        ("Entropy", "nats per token", _curves(points, ("entropy", "entropy", FIRST)), True),
-        ("Gradient norm", "before clipping", _curves(points, ("grad_norm", "gradient norm", FIRST)), True),
-        (
-            "Divergence",
-            "nats per token, estimated at the sampled tokens",
-            _curves(
-                points,
-                ("gen_kl_error", "sampled with ‖ trained", FIRST),
-                ("kl", "step start ‖ now", SECOND),
-                ("kl_reference", "reference", THIRD),
-            ),
-            True,
-        ),
-        (
-            "Completion length",
-            "tokens",
-            _curves(points, ("completion_tokens_mean", "mean", FIRST), ("completion_tokens_max", "longest", SECOND)),
-            True,
-        ),
-        (
-            "Trainer",
-            "shares of the wall time from the end of one step to that of the next",
-            _curves(points, ("trainer_utilisation", "busy", FIRST), ("wait_share", "waiting for groups", SECOND)),
-            True,
-        ),
-    ]
-    charts = [
-        Chart(title, note, Markup(curves.lines(title, lines, restarts=restarts, zero=zero)))
-        for title, note, lines, zero in specs
-        if lines
-    ]
-    timed = [point for point in points if point.seconds > 0]
-    if timed:
-        x = [point.name.step for point in timed]
-        rate = Line("tokens per second", x, [point.generated_tokens / point.seconds for point in timed], smooth=True)
-        layers = {
-            "wait": [point.wait_seconds for point in timed],
-            "step": [point.step_seconds for point in timed],
-            "refit": [point.refit_seconds for point in timed],
-        }
-        throughput = curves.lines("Throughput", [rate], restarts=restarts, zero=True)
-        charts.append(Chart("Throughput", "generated tokens of trained groups per second", Markup(throughput)))
-        charts.append(Chart("Time per step", "seconds", Markup(curves.stack("Time per step", x, layers))))
-    return charts
-
-
-def lag_chart(totals: Totals) -> list[Chart]:
-    """Trained tokens by lag, over the whole living history."""
-    tokens = sum(totals.lag_tokens.values())
-    if not tokens:
-        return []
-    shares = {lag: count / tokens for lag, count in sorted(totals.lag_tokens.items())}
-    return [
-        Chart(
-            "Lag",
-            "share of trained tokens by how many versions old they were",
-            Markup(curves.bars("Lag", shares, x_label="versions")),
-        )
-    ]
 
 
 def time_budget(points: Sequence[StepPoint]) -> list[dict[str, Any]]:
@@ -266,19 +186,48 @@ def waste_table(
     return rows
 
 
+def token_table(points: Sequence[StepPoint]) -> list[dict[str, Any]]:
+    """What became of the generated tokens that these steps decided about: (what, share), the largest waste first."""
+    wasted: Counter[str] = Counter()
+    for point in points:
+        wasted.update(_family(point, "wasted_tokens/"))
+    trained = sum(point.metrics.get("trained_tokens", 0.0) for point in points)
+    total = trained + wasted.total()
+    if not wasted.total():
+        return []
+    rows = [("trained", trained), *wasted.most_common()]
+    return [{"what": what, "share": tokens / total} for what, tokens in rows if tokens]
+
+
+def tool_table(points: Sequence[StepPoint]) -> list[dict[str, Any]]:
+    """How the tools were used in these steps: (tool, calls per rollout, share that failed, seconds of a call)."""
+    calls, failures, seconds = Counter[str](), Counter[str](), Counter[str]()
+    for point in points:
+        made = _family(point, "tool_calls/")
+        calls.update(made)
+        failures.update(_family(point, "tool_failures/"))
+        seconds.update({name: made.get(name, 0.0) * mean for name, mean in _family(point, "tool_seconds/").items()})
+    rollouts = sum(point.metrics.get("rollouts", 0.0) for point in points)
+    return [
+        {
+            "tool": name,
+            "calls": count / rollouts if rollouts else None,
+            "failed": failures[name] / count,
+            "seconds": seconds[name] / count,
+        }
+        for name, count in calls.most_common()
+        if count
+    ]
+
+
+def _family(point: StepPoint, prefix: str) -> dict[str, float]:
+    """The members of a family of metrics that the step has."""
+    return {name.removeprefix(prefix): value for name, value in point.metrics.items() if name.startswith(prefix)}
+
+
 def moment(seconds: float) -> str:
     """Unix seconds as a date and time."""
     return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _curves(points: Sequence[StepPoint], *wanted: tuple[str, str, str]) -> list[Line]:
-    """A line for each (metric, name, colour) that was measured and is not always 0."""
-    found = []
-    for metric, name, colour in wanted:
-        values = [(point.name.step, point.metrics[metric]) for point in points if metric in point.metrics]
-        if any(value != 0 for _, value in values):
-            found.append(Line(name, [step for step, _ in values], [value for _, value in values], colour, smooth=True))
-    return found
 
 
 def _config_text(run: RecordedRun) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import pyarrow.compute as pc
 
+from flows.views.messages import message_text
 from flows.views.series import spread
 from flows.views.terminal import visible
 from storage import layout, schema
@@ -113,14 +114,13 @@ def _read(store: ObjectStore, kind: Kind, place: Place) -> Sample | None:
         tokens=sum(sum(row["loss_mask"]) for row in rows),
         finish_reason=rows[0]["finish_reason"],
         messages=tuple(
-            (visible(str(message.get("role"))), _text(message.get("content")))
+            (visible(str(message.get("role"))), _shortened(visible(message_text(message))))
             for message in json.loads(rows[0]["messages"])
         ),
     )
 
 
-def _text(content: object) -> str:
-    text = visible(content if isinstance(content, str) else json.dumps(content))
+def _shortened(text: str) -> str:
     return (
         text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT:,} more characters)"
     )

@@ -1,19 +1,22 @@
-"""What each step measured: the figures in the ledger's footers, joined with the refits that followed the steps.
+"""What each step measured: the figures in the ledger's footers, joined with the refits that followed the steps, and what
+the flow measured when it saw them.
 
-Contract: only the ends of ledger files and small records are read, never rows. Metrics that a step did not have, or
-that were not finite, are missing.
+Contract: of the ledger only the ends of files and small records are read, never rows; of metrics/, a bounded number of
+chunks. Metrics that a step did not have, or that were not finite, are missing.
 """
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from storage.layout import LedgerName
+from storage.layout import LedgerName, MetricsName
 from storage.ledger import read_ledger_footer
+from storage.metrics import CHUNK_STEPS, read_values
 from storage.objects import ObjectStore
 from storage.pool import RefitRecord, read_refit
 
 PARALLEL_READS = 8
+MOST_CHUNKS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,21 @@ def step_points(store: ObjectStore, names: Sequence[LedgerName], *, every_steps:
 
     with ThreadPoolExecutor(PARALLEL_READS) as readers:
         return list(readers.map(read, names))
+
+
+def flow_points(store: ObjectStore, names: Sequence[LedgerName], metrics: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Metric → step → its value, of those that the flow measured when it saw these steps of one history."""
+    chunks = sorted({MetricsName(name.attempt, name.step // CHUNK_STEPS) for name in names})
+    chosen = [chunks[index] for index in spread(len(chunks), MOST_CHUNKS)]
+    known = {(name.attempt, name.step) for name in names}
+    found: dict[str, dict[int, float]] = {}
+    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+        values = readers.map(lambda chunk: read_values(store, chunk, metrics), chosen)
+        for chunk, rows in zip(chosen, values, strict=True):
+            for step, metric, value in rows:
+                if (chunk.attempt, step) in known:
+                    found.setdefault(metric, {})[step] = value
+    return found
 
 
 def spread(count: int, at_most: int) -> list[int]:

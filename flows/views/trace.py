@@ -42,11 +42,19 @@ ROW = (
     "turns",
     "tool_calls",
     "tool_failures",
+    "tool_seconds",
+    "tool_usage",
+    "environment_usage",
+    "joins_realign",
+    "joins_fork",
+    "drift_tokens",
     "engine",
     "seed",
     "reward",
     "prompt_length",
 )
+# Of a whole group, and the same in each of its rows.
+COST = ("failed_requests", "aborted_requests", "discarded_tokens", "scoring_wait_seconds", "scoring_seconds")
 
 Record = dict[str, Any]
 
@@ -62,7 +70,7 @@ def trace(store: ObjectStore, ordinal: int, chat: Chat | None = None) -> Record:
     """The life of `ordinal` as plain JSON values; token texts are None without `chat`.
 
     leases[]: attempt, lease, living, dispatched_at, stamp, target_step, failures, and
-      parts[]: part, last, returned, collected, and rows[] with the columns ROW, reward_components, version_spans,
+      parts[]: part, last, returned, collected, cost with the columns COST, and rows[] with the columns ROW, reward_components, version_spans,
         messages, seconds, advantage and tokens[]: position, id, text, engine, trainer, difference (nats), stamp, lag,
         masked; a part that gc collected has no rows, and is known from a decision about its group;
       decisions[]: the columns DECISION and living.
@@ -111,7 +119,7 @@ def _lease(
     parts = _parts(store, run, record, ordinal, own, chat)
     there = {part["part"] for part in parts}
     parts += [
-        {"part": part, "last": False, "returned": False, "collected": True, "rows": []}
+        {"part": part, "last": False, "returned": False, "collected": True, "cost": None, "rows": []}
         for part in sorted({each["part"] for each in own} - there)
     ]
     return {
@@ -149,8 +157,16 @@ def _parts(
         rows = [] if table is None else table.filter(pc.field("ordinal") == ordinal).to_pylist()
         trained = next((each for each in reversed(decided) if each["state"] == TRAINED), None)
         shown = [_row(row, number, trained, run, chat) for number, row in enumerate(rows)]
-        returned = ordinal in footer.returned
-        parts.append({"part": name.part, "last": footer.last, "returned": returned, "collected": False, "rows": shown})
+        parts.append(
+            {
+                "part": name.part,
+                "last": footer.last,
+                "returned": ordinal in footer.returned,
+                "collected": False,
+                "cost": {column: rows[0][column] for column in COST} if rows else None,
+                "rows": shown,
+            }
+        )
     return parts
 
 

@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from flows.views.messages import message_text
 from flows.views.terminal import figure, plain
 from storage.ledger import TRAINED
 
@@ -44,13 +45,22 @@ def _lease(lease: Record) -> Iterator[RenderableType]:
             if part["returned"]
             else f"{len({row['rollout'] for row in part['rows']})} rollouts"
         )
-        yield plain(f"part {part['part']}: {outcome}{' · last part' if part['last'] else ''}")
+        facts = [outcome, *(["last part"] if part["last"] else []), *_cost(part["cost"] or {})]
+        yield plain(f"part {part['part']}: {' · '.join(facts)}")
         for row in part["rows"]:
             yield Padding(_row(row), (0, 0, 1, 2))
     if not lease["parts"]:
         yield plain("no part holds it: none has come, or gc collected it", "dim")
     for decision in lease["decisions"]:
         yield _decision(decision)
+
+
+def _cost(cost: Record) -> Iterator[str]:
+    """What the group cost beside its rollouts, where it cost anything."""
+    if cost.get("scoring_seconds") is not None:
+        yield f"scored in {figure(cost['scoring_seconds'], 2)} s after {figure(cost['scoring_wait_seconds'], 2)} s"
+    told = {"failed_requests": "requests failed", "aborted_requests": "cut off", "discarded_tokens": "tokens discarded"}
+    yield from (f"{cost[name]} {what}" for name, what in told.items() if cost.get(name))
 
 
 def _decision(decision: Record) -> Text:
@@ -74,11 +84,11 @@ def _row(row: Record) -> RenderableType:
     ]
     head += [f"{name} {figure(value)}" for name, value in row["reward_components"].items()]
     head.append(f"advantage {figure(row['advantage'])}")
-    if row["tool_calls"]:
-        head.append(f"{row['tool_calls']} tool calls, {row['tool_failures']} failed")
     spans = ", ".join(f"{span['stamp']} [{span['start']}, {span['end']})" for span in row["version_spans"])
     origin = f"engine {row['engine'] or '–'} · seed {row['seed']} · versions {spans or '–'}"
     lines: list[RenderableType] = [plain(" · ".join(head), "cyan"), plain(origin, "dim")]
+    if work := " · ".join(_work(row)):
+        lines.append(plain(work, "dim"))
     if row["error"]:
         lines.append(plain(row["error"], "red"))
     lines += [_message(message) for message in row["messages"]]
@@ -87,8 +97,21 @@ def _row(row: Record) -> RenderableType:
     return Group(*lines)
 
 
+def _work(row: Record) -> Iterator[str]:
+    """How long it took, what it called, and where its turns did not join."""
+    if row["seconds"] is not None:
+        yield f"{figure(row['seconds'], 2)} s"
+    if row["tool_calls"]:
+        yield f"{row['tool_calls']} tool calls, {row['tool_failures']} failed"
+    for use in (*(row["tool_usage"] or ()), *(row["environment_usage"] or ())):
+        failed = f", {use['failures']} failed" if use["failures"] else ""
+        yield f"{use['name']} {use['calls']}×{failed}, {figure(use['seconds'], 2)} s"
+    if row["joins_realign"] or row["joins_fork"]:
+        yield f"{row['joins_realign']} realigned, {row['joins_fork']} forked, {row['drift_tokens']} tokens of drift"
+
+
 def _message(message: Record) -> Text:
-    return Text.assemble(plain(f"{message.get('role', '?')}: ", "bold"), plain(message.get("content")))
+    return Text.assemble(plain(f"{message.get('role', '?')}: ", "bold"), plain(message_text(message)))
 
 
 def _tokens(tokens: Sequence[Record]) -> Table:

@@ -98,10 +98,12 @@ class SyntheticRun:
         failed: Iterable[int] = (),
         last: bool = False,
         completion: str = "",
+        **facts: Any,
     ) -> None:
-        """A part with the groups of these ordinals, one reward per rollout; the `failed` ones are tombstones."""
+        """A part with the groups of these ordinals, one reward per rollout; the `failed` ones are tombstones. `facts` are
+        columns of every rollout."""
         rows = [
-            self._row(o, rollout, reward, completion)
+            self._row(o, rollout, reward, completion) | facts
             for o, values in rewards.items()
             for rollout, reward in enumerate(values)
         ]

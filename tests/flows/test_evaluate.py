@@ -12,6 +12,7 @@ import pytest
 
 from flows.evaluate import EvaluationJob, EvaluationStopped, requests
 from grpo_core.config import EvaluationConfig, RunConfig
+from grpo_core.evaluation import read_evaluation
 from grpo_core.prompts import Row
 from grpo_core.rollout.group import RolloutFailed, Task
 from grpo_core.rollout.rewards import Scores
@@ -19,6 +20,7 @@ from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn, VersionSpan
 from storage import layout, schema
 from storage.attempts import claim_next
 from storage.errors import Fenced
+from storage.layout import EvaluationName
 from storage.objects import ObjectStore
 
 ROWS = [Row([{"role": "user", "content": str(number)}], {}) for number in range(3)]
@@ -86,6 +88,11 @@ def test_each_completion_says_which_versions_it_is_of(store: ObjectStore) -> Non
     found = made.run()
     assert (found.attempt, found.version, found.purity) == (1, 4, pytest.approx(2 / 3))
     assert found.scores["sampled"].mean == 0.5 and found.scores["pass@2"].mean == 1.0
+    assert found.metrics()["evaluation_purity"] == found.purity and found.metrics()["evaluation/pass@2"] == 1.0
+    assert found.metrics()["evaluation_tokens_mean"] == 3.0
+    assert found.seconds is not None and found.metrics()["evaluation_seconds"] == found.seconds
+    stored = read_evaluation(store, EvaluationName(1, 4), made.generator.config)
+    assert stored.metrics() == pytest.approx(found.metrics(), abs=1e-3)
     key = layout.evaluation(1, 4)
     table, _ = schema.decode(store.get(key), name=key)
     answered = [row for row in table.to_pylist() if row["finish_reason"] == "stop"]

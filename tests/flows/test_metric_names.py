@@ -25,7 +25,14 @@ def looked_up(path: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["flows/views/series.py", "flows/views/report.py", "flows/progress.py", "flows/leasing.py"]
+    "path",
+    [
+        "flows/views/series.py",
+        "flows/views/report.py",
+        "flows/views/charts.py",
+        "flows/progress.py",
+        "flows/leasing.py",
+    ],
 )
 def test_views_look_up_metrics_that_a_step_has(path: str) -> None:
     names = set(looked_up(path))

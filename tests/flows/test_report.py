@@ -1,5 +1,6 @@
 """The page of a run: complete, self-contained, and deaf to what rollouts say."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,14 +9,24 @@ import pytest
 
 from flows.views import report as module
 from flows.views.curves import Line, lines
-from flows.views.report import evaluation_points, evaluation_table, refit_table, report, time_budget
+from flows.views.report import (
+    evaluation_points,
+    evaluation_table,
+    refit_table,
+    report,
+    time_budget,
+    token_table,
+    tool_table,
+)
 from flows.views.samples import Place, choose
-from flows.views.series import spread, step_points
+from flows.views.series import flow_points, spread, step_points
 from flows.views.standing import recorded_run
 from grpo_core.evaluation import note_missed
+from storage import layout, schema
 from storage.attempts import living_chain
-from storage.layout import PartName
+from storage.layout import MetricsName, PartName
 from storage.ledger import ledger_names
+from storage.metrics import Point, write_points
 from storage.objects import ObjectStore
 from tests.flows.synthetic_run import HOSTILE, SyntheticRun, small_run
 
@@ -155,6 +166,72 @@ def test_time_and_refits_are_summed_by_part(store):
         "wait": (0.5, 0.25), "step": (1.0, 0.5), "refit": (0.5, 0.25)
     }  # fmt: skip
     assert [(row["phase"], row["max"]) for row in refit_table(points)] == [("pause", 0.1), ("transfer", 0.4)]
+
+
+def titles(text: str) -> set[str]:
+    return set(re.findall(r"<figcaption>(.*?)<span>", text))
+
+
+def test_what_was_measured_is_drawn_and_what_was_not_is_left_out(store, tmp_path):
+    run = small_run(store)
+    # One alone is the reward; no rollout has two turns; one pass@k has none to be compared with; the flow saw no step.
+    absent = {"Reward by source", "Turns", "Passed in k tries", "Engines", "Effective sample size"}
+    assert not titles(page(store, tmp_path)) & (absent | {"Groups and rollouts"})
+    measured = {
+        "reward/m:right": 0.5, "reward/m:short": 0.25, "rollout/turns_mean": 1.5, "rollout/turns_max": 4.0,
+        "effective_sample_size": 3.0, "zero_variance_share": 0.5, "truncated_rollouts": 0.25,
+    }  # fmt: skip
+    run.arrive(run.lease([15, 16]), {15: [1, 0], 16: [0, 1]}, last=True)
+    run.step([15, 16], **measured)
+    write_points(store, MetricsName(2, 0), [Point(2, 6, 6, None, {"pool/utilisation": 0.75, "loss": 1.0})])
+    data = [(i, mode, r) for i in range(2) for mode, r in (("sampled", 1.0), ("sampled", 0.0), ("greedy", 1.0))]
+    rows = [
+        {"version": 6, "dataset_index": i, "mode": mode, "reward": reward, "prompt": "[]", "completion": "4",
+         "tokens": 1, "finish_reason": "stop"}
+        for i, mode, reward in data
+    ]  # fmt: skip
+    table = schema.table(rows, schema.EVALUATION)
+    store.put_if_absent(layout.evaluation(2, 6), schema.encode(table, schema.EVALUATION, {}))
+    text = page(store, tmp_path)
+    assert titles(text) >= absent | {"Groups and rollouts"}
+    assert Page(text).open == []
+
+
+def test_the_share_of_every_waste_and_the_use_of_every_tool_are_told(store, tmp_path):
+    run = SyntheticRun(store)
+    run.claim()
+    used = {"tool_calls/search": 6.0, "tool_failures/search": 3.0, "tool_seconds/search": 0.5, "rollouts": 4.0}
+    for step in range(2):
+        ordinals = [2 * step, 2 * step + 1]
+        run.arrive(run.lease(ordinals), {ordinal: [1, 0] for ordinal in ordinals}, last=True)
+        run.step(
+            ordinals, **used, **{"trained_tokens": 70.0, "wasted_tokens/stale": 20.0, "wasted_tokens/masked": 10.0}
+        )
+    points = step_points(store, ledger_names(store), every_steps=1)
+    assert token_table(points) == [
+        {"what": "trained", "share": 0.7}, {"what": "stale", "share": 0.2}, {"what": "masked", "share": 0.1}
+    ]  # fmt: skip
+    assert tool_table(points) == [{"tool": "search", "calls": 1.5, "failed": 0.5, "seconds": 0.5}]
+    text = page(store, tmp_path)
+    assert "What became of the generated tokens." in text and "search</th>" in text
+
+
+def test_what_the_flow_measured_is_that_of_the_living_history(store):
+    small_run(store)  # attempt 1 is dead from step 3 on
+    for attempt, value in ((1, 0.25), (2, 0.75)):
+        points = [Point(attempt, step, step, None, {"pool/utilisation": value}) for step in (2, 3)]
+        write_points(store, MetricsName(attempt, 0), points)
+    names = [name for name in ledger_names(store) if name.drops is None]
+    assert flow_points(store, names, ["pool/utilisation", "pool/held_back"]) == {"pool/utilisation": {2: 0.25, 3: 0.75}}
+
+
+def test_a_call_of_a_tool_is_shown_in_a_sample(store, tmp_path):
+    run = SyntheticRun(store)
+    run.claim()
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "<b>", "arguments": {}}}]}
+    run.arrive(run.lease([0, 1]), {0: [1, 0], 1: [0, 1]}, last=True, messages=json.dumps([calling]))
+    run.step([0, 1])
+    assert "→ &lt;b&gt; {}" in page(store, tmp_path)
 
 
 def test_long_runs_are_sampled(store, tmp_path, monkeypatch):

@@ -82,6 +82,36 @@ def test_tokens_pair_the_engine_with_the_trainer(store):
             assert token["text"] == f"<{token['id']}>"
 
 
+def test_what_a_group_did_and_cost_is_told(tmp_path):
+    run = SyntheticRun(ObjectStore.open(str(tmp_path / "tools")))
+    run.claim()
+    called = {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
+    messages = [
+        {"role": "user", "content": "How much?"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": HOSTILE},
+    ]
+    facts = {
+        "messages": json.dumps(messages), "turns": 2, "tool_calls": 3, "tool_failures": 1,
+        "tool_usage": [{"name": "calculator", "calls": 3, "failures": 1, "seconds": 0.25}],
+        "environment_usage": [{"name": "step", "calls": 2, "failures": 0, "seconds": 0.5}],
+        "joins_realign": 1, "joins_fork": 2, "drift_tokens": 9,
+        "failed_requests": 4, "aborted_requests": 1, "discarded_tokens": 120,
+        "scoring_wait_seconds": 0.5, "scoring_seconds": 2.0,
+    }  # fmt: skip
+    run.arrive(run.lease([0]), {0: [1, 0]}, last=True, **facts)
+    found = trace(run.store, 0)
+    [part] = found["leases"][0]["parts"]
+    assert (part["cost"]["failed_requests"], part["rows"][0]["tool_usage"][0]["calls"]) == (4, 3)
+    json.dumps(found, allow_nan=False)
+    text = shown(found)
+    assert "scored in 2.00 s after 0.50 s · 4 requests failed · 1 cut off · 120 tokens discarded" in text
+    assert "1.50 s · 3 tool calls, 1 failed · calculator 3×, 1 failed, 0.25 s · step 2×, 0.50 s" in text
+    assert "1 realigned, 2 forked, 9 tokens of drift" in text
+    assert 'assistant: → calculator {"expression": "1+1"}' in text and "\x1b[31m" not in text
+
+
 @pytest.mark.parametrize(
     ("ordinal", "state"),
     [(3, "dropped"), (10, "dropped"), (12, "in_flight"), (13, "buffered"), (14, "returned"), (99, "new")],
@@ -117,7 +147,7 @@ def test_a_part_that_was_collected_is_said_so(store):
     [lease] = found["leases"]
     assert (found["state"], lease["parts"]) == (
         "trained",
-        [{"part": 0, "last": False, "returned": False, "collected": True, "rows": []}],
+        [{"part": 0, "last": False, "returned": False, "collected": True, "cost": None, "rows": []}],
     )
     assert [decision["state"] for decision in lease["decisions"]] == ["trained", "trained"]
     assert "part 0: collected by gc, rollouts and tokens with it" in shown(found)
