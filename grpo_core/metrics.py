@@ -274,7 +274,7 @@ ABSENT_FROM_NEMO_RL: tuple[Absent, ...] = (
     Absent("timing/train/idle/validation efficiency/idle/validation", "training does not wait for an evaluation; only that of version 0 comes before it"),
     Absent("efficiency/init/total", "it ends before the first step: attempts/ says when an attempt began and the page of the flow how long each of its phases took"),
     Absent("efficiency/idle/refit_event_wait", "requests stay in flight during a refit; the pause is refit_phase_seconds/pause"),
-    Absent("promoted_prompt_groups", "no group is promised to a step, so none has to be lent by a later one"),
+    Absent("promoted_prompt_groups", "no step borrows the group of a later one: the next prompts take the place of a dropped one"),
 )
 # fmt: on
 
@@ -333,6 +333,9 @@ def page() -> str:
         "micro-batches, ranks and rollouts, and `last` is one value of the moment or of the whole step. `/*` stands for the",
         "members of a family, such as the sources of reward. Rates and times are those of one step; utilisation of the pool",
         "is that of the last minute.",
+        "",
+        "The tables of other systems say which metric of ours answers theirs, after `=` how theirs follows from ours, and",
+        "after – why there is none.",
         "",
         "All of them are in `metrics/**/*.parquet` of the run's store, one row per step and metric:",
         "",
