@@ -242,9 +242,7 @@ class Pipeline:
         live = attempt.leasing.live
         if live is not None and Stamp(live.attempt, live.version) != self._router.stamp:
             self._router.live(Stamp(live.attempt, live.version), live.engines)
-        if self._run.window.stale_policy == "drop":
-            # Their groups would only be returned; the engines have better things to do.
-            self._engines.cancel_begun_before(self._run.window.oldest_version(attempt.leasing.steps_done + 1))
+        self._engines.cancel_overdue(self._run.window.oldest_version(attempt.leasing.steps_done + 1))
 
     def _publish(self, attempt: Attempt, step: int, metrics: dict[str, float]) -> None:
         version = step // self._config.refit.every_steps

@@ -45,7 +45,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One engine call. `spans` are offsets into `output_ids`; `logprobs` has one value per output token (nats)."""
+    """One answer of an engine. `spans` are offsets into `output_ids`; `logprobs` has one value per output token (nats);
+    `seed` is that of the request, from which the engine derives one for each of its choices."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -56,6 +57,7 @@ class Turn:
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A finished conversation, before reward. The first `opening_messages` messages were its prompt;
-    `environment_reward` is None where no environment gave one.
+    """A finished conversation, before reward. The first `opening_messages` messages were its prompt; `seed` is that of its
+    first turn; `environment_reward` is None where no environment gave one.
 
     Its `tool_calls`, in `tool_rounds` rounds, are of tools of ours (`tool_usage`), of none that there is (`unknown`), of
     what could not be read (`malformed`), and else of its environment's. `tool_seconds` is what the rounds took."""

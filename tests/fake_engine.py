@@ -11,12 +11,14 @@ are scripted: each is used up by the next matching calls.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
 import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -31,7 +33,8 @@ class Fault:
 
     delay: answer after `seconds`. status: answer `status`. reset: break the connection. hang: never answer.
     die: the whole engine is gone, `seconds` after the call came. null_logprob, nan_logprob, clamped_logprob (-9999, what vLLM sends
-    for NaN), missing_logprob, wrong_version (stamp `version`), missing_span: a generation that looks well and is not.
+    for NaN), missing_logprob, wrong_version (stamp `version`), missing_span, empty: a generation whose first choice looks
+    well and is not. garbage: answer `text`.
     """
 
     path: str
@@ -47,11 +50,44 @@ class Fault:
         "missing_logprob",
         "wrong_version",
         "missing_span",
+        "empty",
+        "garbage",
     ]
     times: int = 1
     seconds: float = 0.0
     status: int = 500
     version: str = "default"
+    text: str = ""
+
+
+@dataclass
+class Places:
+    """The sequences that an engine runs at once, None without a limit. The others wait in their order, or in that of their
+    priorities first, of which less is sooner."""
+
+    most: int | None
+    by_priority: bool
+    taken: int = 0
+    waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)
+    asked: int = 0
+
+    @asynccontextmanager
+    async def one(self, priority: int) -> AsyncIterator[None]:
+        """A place, when it is there."""
+        if self.most is not None and self.taken >= self.most:
+            turn = asyncio.get_running_loop().create_future()
+            self.asked += 1
+            heapq.heappush(self.waiting, (priority if self.by_priority else 0, self.asked, turn))
+            await turn
+        else:
+            self.taken += 1
+        try:
+            yield
+        finally:
+            if self.waiting:
+                heapq.heappop(self.waiting)[2].set_result(None)
+            else:
+                self.taken -= 1
 
 
 @dataclass
@@ -63,6 +99,8 @@ class FakeEngine:
 
     vocabulary_size: int = 128
     seconds_per_token: float = 0.0
+    max_num_seqs: int | None = None
+    by_priority: bool = True
     stop_token_ids: tuple[int, ...] = ()
     workers: int = 1
     version: str = "default"
@@ -83,6 +121,7 @@ class FakeEngine:
         self._generated = 0
         self._running = 0
         self._named: Counter[str | None] = Counter()
+        self._places = Places(self.max_num_seqs, self.by_priority)
         self._updating = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -147,6 +186,8 @@ class FakeEngine:
                 await asyncio.sleep(fault.seconds)
             elif fault.kind == "status":
                 return _error(fault.status, "scripted")
+            elif fault.kind == "garbage":
+                return web.Response(text=fault.text, content_type="application/json")
             elif fault.kind == "hang":
                 await self._stopped.wait()
             elif fault.kind in ("reset", "die"):
@@ -247,7 +288,10 @@ class FakeEngine:
             n = sampling.get("n", 1)
             scripts = [None if self.script is None else self.script(body["token_ids"], index) for index in range(n)]
             choices = await asyncio.gather(
-                *(self._choice(index, request_id, sampling, script) for index, script in enumerate(scripts))
+                *(
+                    self._choice(index, request_id, sampling, script, body.get("priority", 0))
+                    for index, script in enumerate(scripts)
+                )
             )
             if asked := sampling.get("logprob_token_ids"):
                 ids = [*body["token_ids"], asked[0]]
@@ -268,6 +312,12 @@ class FakeEngine:
         }
 
     async def _choice(
+        self, index: int, request_id: str, sampling: dict[str, Any], script: list[int] | None, priority: int
+    ) -> dict[str, Any]:
+        async with self._places.one(priority):
+            return await self._sampled(index, request_id, sampling, script)
+
+    async def _sampled(
         self, index: int, request_id: str, sampling: dict[str, Any], script: list[int] | None
     ) -> dict[str, Any]:
         draw = random.Random(f"{sampling.get('seed')} {index}")
@@ -314,7 +364,7 @@ class FakeEngine:
         return (
             "# HELP vllm:num_requests_running running\n"
             f"vllm:num_requests_running{label} {self._running}\n"
-            f"vllm:num_requests_waiting{label} 0.0\n"
+            f"vllm:num_requests_waiting{label} {len(self._places.waiting)}\n"
             f'vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 7.0\n'
             f"vllm:kv_cache_usage_perc{label} {self.kv_usage}\n"
             f"vllm:generation_tokens_total{label} {self._generated}\n"
@@ -341,6 +391,8 @@ def _spoil(answer: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
         choice["weight_versions"] = [{"version": fault.version, "start": 0, "end": len(choice["token_ids"])}]
     elif fault.kind == "missing_span":
         choice["weight_versions"].pop()
+    elif fault.kind == "empty":
+        choice |= {"token_ids": [], "weight_versions": [], "logprobs": {"content": []}}
     return answer
 
 

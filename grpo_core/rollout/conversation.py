@@ -101,7 +101,7 @@ class Conversation:
         if self.budget < 1:
             self.finish_reason = LENGTH
 
-    def rollout(self, index: int, seed: int, reward: float | None) -> Rollout:
+    def rollout(self, index: int, reward: float | None) -> Rollout:
         """The finished rollout."""
         assert self.finish_reason is not None
         return Rollout(
@@ -109,7 +109,7 @@ class Conversation:
             self.turns,
             self.messages,
             self.finish_reason,
-            seed,
+            self.turns[0].seed,
             tool_calls=self.tool_calls,
             tool_failures=self.tool_failures,
             tool_seconds=self.tool_seconds,

@@ -1,14 +1,16 @@
-"""The asynchronous client of one engine: generate, score, abort, and look at its state.
+"""The asynchronous client of one engine: generate, score, and read its load.
 
 A turn that leaves this module is complete and believable: one finite log-prob per token and version spans
 that cover every token (`rollout.wire` checks it). Errors say what to do next: `EngineRejected` is a bug of
-ours and never retried, `EngineUnavailable` is retried on another engine, `InvalidGeneration` is discarded.
-Every call has a deadline; cancelling one closes its connection, which makes the engine drop the request.
+ours and never retried, `EngineUnavailable` is retried on another engine, `InvalidGeneration` is discarded;
+whatever an engine answers, nothing else is raised. Every call has a deadline; cancelling one closes its
+connection, which makes the engine drop the request.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -19,10 +21,8 @@ import aiohttp
 
 from grpo_core.rollout.wire import (
     API_KEY_VARIABLE,
-    REQUEST_PREFIX,
     InvalidGeneration,
     SamplingSettings,
-    check_first_span,
     generate_request,
     parse_scores,
     parse_turns,
@@ -98,7 +98,7 @@ class EngineClient:
         deadline_seconds: float,
     ) -> Turn:
         """One continuation of `prompt_ids`, a function of `seed` as far as the engine's batching allows."""
-        turns = await self.generate_many(
+        (turn,) = await self.generate_many(
             prompt_ids,
             1,
             request_id=request_id,
@@ -109,7 +109,9 @@ class EngineClient:
             cache_salt=cache_salt,
             deadline_seconds=deadline_seconds,
         )
-        return turns[0]
+        if isinstance(turn, InvalidGeneration):
+            raise turn
+        return turn
 
     async def generate_many(
         self,
@@ -123,8 +125,9 @@ class EngineClient:
         stop_token_ids: Sequence[int],
         cache_salt: str,
         deadline_seconds: float,
-    ) -> list[Turn]:
-        """`n` continuations of one prompt by one request: the prompt is read once, the answers come together.
+    ) -> list[Turn | InvalidGeneration]:
+        """`n` continuations of one prompt by one request: the prompt is read once, the answers come together. In the place
+        of one that cannot be believed stands why.
 
         The engine derives a different seed for each choice from `seed`.
         """
@@ -142,43 +145,22 @@ class EngineClient:
         )
         submitted_at = self._clock()
         answer = await self._post("/inference/v1/generate", body, deadline_seconds)
-        turns = parse_turns(
+        return parse_turns(
             answer,
             prompt_ids,
             n,
             engine=self.name,
             submitted_at=submitted_at,
             finished_at=self._clock(),
+            seed=seed,
             adapter=adapter,
+            salt=cache_salt if self._kept_caches else None,
         )
-        if self._kept_caches:
-            check_first_span(turns, cache_salt)
-        return turns
 
     async def score(self, token_ids: Sequence[int], *, cache_salt: str, deadline_seconds: float) -> list[float]:
         """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it. Needs a salt never used before."""
         body = score_request(token_ids, cache_salt)
         return parse_scores(await self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
-
-    async def abort(self, request_id: str, *, deadline_seconds: float) -> None:
-        """End a request of this client; its caller hears InvalidGeneration `aborted`."""
-        await self._post("/abort_requests", {"request_ids": [REQUEST_PREFIX + request_id]}, deadline_seconds)
-
-    async def is_healthy(self, *, deadline_seconds: float) -> bool:
-        """Whether the engine says it can serve."""
-        try:
-            await self._text("GET", "/health", None, deadline_seconds)
-        except (EngineUnavailable, EngineRejected):
-            return False
-        return True
-
-    async def weight_stamp(self, *, deadline_seconds: float) -> str:
-        """The stamp the engine samples with now; `default` when it was never refitted since it started."""
-        return str((await self._object("GET", "/weight_info", None, deadline_seconds))["weight_version"])
-
-    async def world_size(self, *, deadline_seconds: float) -> int:
-        """Workers of the engine: tensor, pipeline and data parallel."""
-        return int((await self._object("GET", "/get_world_size", None, deadline_seconds))["world_size"])
 
     async def metrics(self, *, deadline_seconds: float) -> dict[str, float]:
         """The engine's load and totals under the names of METRICS; a value it does not report is absent."""
@@ -192,9 +174,9 @@ class EngineClient:
     ) -> dict[str, Any]:
         text = await self._text(method, path, body, deadline_seconds)
         try:
-            # Python's JSON reads NaN and Infinity as such, so that the checks above see and name them.
+            # Python's JSON reads NaN and Infinity as such, so that the checks of `wire` see and name them.
             answer = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidGeneration("json", f"engine {self.name}: {path} answered no JSON: {text[:100]!r}") from error
         if not isinstance(answer, dict):
             raise InvalidGeneration("json", f"engine {self.name}: {path} answered {text[:100]!r}, not an object")
@@ -209,7 +191,8 @@ class EngineClient:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=deadline_seconds),
             ) as response:
-                text = await response.text()
+                # What is no UTF-8 is no JSON either, and is named as that.
+                text = (await response.read()).decode(errors="replace")
                 status = response.status
         except TimeoutError as error:
             raise EngineUnavailable(
@@ -230,12 +213,18 @@ class EngineClient:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The METRICS of a Prometheus exposition, summed over labels."""
+    """The METRICS of a Prometheus exposition, summed over labels. A value that is no finite number is not reported."""
     names = {theirs: ours for ours, theirs in METRICS.items()}
     totals: dict[str, float] = {}
     for line in text.splitlines():
         match = _SAMPLE.match(line)
-        if match is not None and match[1] in names:
+        if match is None or match[1] not in names:
+            continue
+        try:
+            value = float(match[2])
+        except ValueError:
+            continue
+        if math.isfinite(value):
             ours = names[match[1]]
-            totals[ours] = totals.get(ours, 0.0) + float(match[2])
+            totals[ours] = totals.get(ours, 0.0) + value
     return totals

@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from grpo_core.trajectory import Turn
 
-Ask = Callable[[Sequence[int], int, int], Awaitable[list[Turn]]]
+Ask = Callable[[Sequence[int], int, int], Awaitable[Sequence[Turn | Exception]]]
 
 
 class FirstTurns:
-    """Where `count` siblings meet. `ask(ids, n, number)` gets n turns for a prompt; `number` tells the requests apart.
+    """Where `count` siblings meet. `ask(ids, n, number)` gets n turns for a prompt, or for each why it is none; `number`
+    tells the requests apart.
 
     Each sibling calls `turn` or `give_up`, once; when the last has done so, the requests are sent. Normally that is one:
     siblings differ in their prompts only when their environment opens differently for the same seed.
@@ -24,7 +25,7 @@ class FirstTurns:
         self._requests: list[asyncio.Task[None]] = []
 
     async def turn(self, ids: Sequence[int]) -> Turn:
-        """This sibling's turn; raises what `ask` raised."""
+        """This sibling's turn; raises what stands in its place, or what `ask` raised."""
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tuple(ids), []).append(future)
         self._arrived()
@@ -57,5 +58,9 @@ class FirstTurns:
                     future.set_exception(error)
             return
         for future, turn in zip(futures, turns, strict=True):
-            if not future.done():
+            if future.done():
+                continue
+            if isinstance(turn, Turn):
                 future.set_result(turn)
+            else:
+                future.set_exception(turn)

@@ -2,8 +2,8 @@
 
 Invariants: token ids go in and out, what was generated is never tokenized again; every request has a deadline and a
 seed derived from (run seed, ordinal, rollout, turn). Siblings with the same prompt share their first turn as one
-request, for whose answers the engine derives seeds of its own. A rollout that fails is tried again within its budget;
-when one fails for good the whole group becomes a tombstone, one row with status `failed` and the cause, never a zero
+request, for whose answers the engine derives seeds of its own; one of them that cannot be believed is asked for again
+alone, and no sibling waits for it. A rollout that fails is tried again within its budget; when one fails for good the whole group becomes a tombstone, one row with status `failed` and the cause, never a zero
 reward, unless generation.min_group_members lets the survivors be a group of their own. That no engine is to be had is
 not the prompt's fault: NoEngine goes to the caller, who gives the prompt back.
 """
@@ -31,7 +31,7 @@ from grpo_core.rollout.pool import Member, Pool
 from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_source
 from grpo_core.rollout.rows import FAILED, OK, group_rows, tombstone_row
 from grpo_core.rollout.tools import Toolbox
-from grpo_core.rollout.wire import OLD_SALT, InvalidGeneration
+from grpo_core.rollout.wire import ABORTED, OLD_SALT, InvalidGeneration
 from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn
 
 __all__ = ["FAILED", "OK", "Generator", "RolloutFailed", "Task", "check_rollouts", "derived_seed"]
@@ -43,6 +43,16 @@ class RolloutFailed(RuntimeError):
 
 class TurnAborted(RuntimeError):
     """A later turn of a rollout was cut off from outside: its earlier turns are too old to be trained on."""
+
+
+class TurnDiscarded(RuntimeError):
+    """One of several answers of `engine` cannot be believed; it was asked for `spent` times."""
+
+    def __init__(self, cause: InvalidGeneration, engine: str, spent: int) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.engine = engine
+        self.spent = spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,21 @@ class Task:
     temperature: float
     cancellable: bool = True
     effort: Effort = field(default_factory=Effort)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`count` continuations of one prompt, of at most `max_tokens` each, by one request: the prompt is read once, and the
+    server's own work per rollout falls fourfold. `prefixes` as in `Pool.engine`. `since` is the version under which a
+    rollout began that has earlier turns."""
+
+    name: str
+    ids: Sequence[int]
+    count: int
+    seed: int
+    max_tokens: int
+    prefixes: Sequence[str]
+    since: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +129,9 @@ class Generator:
         """`count` rollouts of one prompt, each or why it failed for good. Raise NoEngine, or EnvironmentFailed when there
         is no room for them."""
 
-        async def ask(ids: Sequence[int], n: int, number: int) -> list[Turn]:
-            return await self.siblings(
-                ids,
-                n,
-                task.session,
-                task.effort,
-                request_id=f"{task.name}-{number}",
-                seed=derived_seed(*task.seeds, number),
-                temperature=task.temperature,
-                prefixes=(task.name,),
-                cancellable=task.cancellable,
-            )
+        async def ask(ids: Sequence[int], n: int, number: int) -> Sequence[Turn | TurnDiscarded]:
+            name, seed = f"{task.name}-{number}", derived_seed(*task.seeds, number)
+            return await self.siblings(task, Request(name, ids, n, seed, self._budget(ids), (task.name,)))
 
         async with AsyncExitStack() as stack:
             if self.episodes is not None:
@@ -169,18 +185,18 @@ class Generator:
                 raise
             try:
                 while conversation.finish_reason is None:
-                    number = len(conversation.turns)
-                    if first is not None and number == 0:
-                        turn = await first.turn(conversation.prompt.ids)
+                    place = (index, len(conversation.turns), tried)
+                    if first is not None and not conversation.turns:
+                        turn = await self._with_siblings(task, conversation, place, first)
                     else:
-                        turn = await self._alone(task, conversation, (index, number, tried))
+                        turn = await self._alone(task, conversation, place)
                     await conversation.take(turn)
                 episode = conversation.episode
                 reward = await episode.reward() if episode is not None else None
             except (RolloutFailed, ChatError, EnvironmentFailed, TurnAborted):
                 task.effort.discarded_tokens += _tokens(conversation.turns)
                 raise
-            return conversation.rollout(index, derived_seed(*task.seeds, 0), reward)
+            return conversation.rollout(index, reward)
 
     async def _begun(self, task: Task, stack: AsyncExitStack) -> Conversation:
         if self.episodes is None:
@@ -191,89 +207,108 @@ class Generator:
         opening = await episode.reset(columns, derived_seed(*task.seeds) % 2**31)
         return Conversation.begin(self.config, self.chat, self.toolbox, task.prompt.messages, episode, opening)
 
-    async def _alone(self, task: Task, conversation: Conversation, place: tuple[int, int, int]) -> Turn:
-        """The next turn of one rollout. `place`: rollout, turn, attempt."""
+    async def _with_siblings(
+        self, task: Task, conversation: Conversation, place: tuple[int, int, int], first: FirstTurns
+    ) -> Turn:
+        """The first turn, asked for together with those of the siblings."""
+        try:
+            return await first.turn(conversation.prompt.ids)
+        except TurnDiscarded as discarded:
+            return await self._alone(task, conversation, place, discarded)
+
+    async def _alone(
+        self,
+        task: Task,
+        conversation: Conversation,
+        place: tuple[int, int, int],
+        discarded: TurnDiscarded | None = None,
+    ) -> Turn:
+        """The next turn of one rollout, instead of one that was `discarded`. `place`: rollout, turn, attempt."""
         index, number, tried = place
         began = conversation.turns[0].spans[0] if conversation.turns else None
-        (turn,) = await self.siblings(
-            conversation.prompt.ids,
+        ids = conversation.prompt.ids
+        request = Request(
+            f"{task.name}-{index}.{number}.{tried}",
+            ids,
             1,
-            task.session,
-            task.effort,
-            request_id=f"{task.name}-{index}.{number}.{tried}",
-            seed=derived_seed(*task.seeds, *place),
-            temperature=task.temperature,
-            max_tokens=conversation.budget,
-            prefixes=(f"{task.name}-{index}", task.name),
-            since=None if began is None else Stamp(began.attempt, began.version),
-            cancellable=task.cancellable,
+            derived_seed(*task.seeds, *place),
+            # A conversation ends when there is no room for a further turn, but not before its first.
+            conversation.budget if conversation.turns else self._budget(ids),
+            (f"{task.name}-{index}", task.name),
+            None if began is None else Stamp(began.attempt, began.version),
         )
+        (turn,) = await self.siblings(task, request, discarded)
+        assert isinstance(turn, Turn)  # of one answer alone, `siblings` raises why it is none
         return turn
 
     async def siblings(
-        self,
-        ids: Sequence[int],
-        count: int,
-        session: aiohttp.ClientSession,
-        effort: Effort,
-        *,
-        request_id: str,
-        seed: int,
-        temperature: float,
-        max_tokens: int | None = None,
-        prefixes: Sequence[str] = (),
-        since: Stamp | None = None,
-        cancellable: bool = True,
-    ) -> list[Turn]:
-        """`count` continuations of one prompt, tried on other engines within the budget. Raise RolloutFailed, NoEngine.
-
-        One request for all of them: the prompt is read once, and the server's own work per rollout falls fourfold.
-        `max_tokens`: by default as many as a turn, a rollout and the context may have. `since` is the version under which
-        a rollout began that has earlier turns; raise TurnAborted when such a turn is cut off from outside. `effort` counts
-        the requests that come to nothing.
-        """
+        self, task: Task, request: Request, discarded: TurnDiscarded | None = None
+    ) -> Sequence[Turn | TurnDiscarded]:
+        """The answers to a request, tried on other engines within the budget, of which `discarded` has spent a part. Raise
+        RolloutFailed when none could be had, NoEngine, or TurnAborted when a later turn of a rollout was cut off from
+        outside because of those before it."""
         attempts = self.config.generation.max_rollout_attempts
-        budget = self._budget(ids) if max_tokens is None else max_tokens
-        avoid: set[str] = set()
-        for tried in range(1, attempts + 1):
+        cause: Exception | None = discarded
+        spent = 0 if discarded is None else discarded.spent
+        avoid = {discarded.engine} if discarded is not None and blames_engine(discarded.cause) else set[str]()
+        for tried in range(spent + 1, attempts + 1):
             try:
-                async with self.pool.engine(
-                    weight=count,
-                    deadline_seconds=self.config.pool.start_timeout_seconds,
-                    prefixes=prefixes,
-                    avoid=avoid,
-                    request_id=f"{request_id}-{tried}" if cancellable else None,
-                    since=since,
-                ) as member:
-                    return await self._client(member, session).generate_many(
-                        ids,
-                        count,
-                        request_id=f"{request_id}-{tried}",
-                        sampling=self.config.sampling.model_copy(update={"temperature": temperature}),
-                        max_tokens=budget,
-                        seed=seed,
-                        stop_token_ids=self.chat.stop_token_ids,
-                        cache_salt=str(self.pool.stamp),
-                        deadline_seconds=self.config.generation.request_timeout_seconds,
-                    )
+                return await self._ask(task, request, tried, avoid)
             except EngineRejected as error:
-                effort.failed_requests += 1
+                task.effort.failed_requests += 1
                 raise RolloutFailed(str(error)) from error
             except (EngineUnavailable, InvalidGeneration) as error:
                 cause = error
-                aborted = isinstance(error, InvalidGeneration) and error.reason == "aborted"
-                effort.aborted_requests += aborted
-                effort.failed_requests += not aborted
-                if since is not None and aborted:
+                task.effort.aborted_requests += is_aborted(error)
+                task.effort.failed_requests += not is_aborted(error)
+                if blames_engine(error):
+                    # An engine that just died is ejected within a second; asking it again at once would spend the budget.
+                    await asyncio.sleep(min(8.0, 0.5 * 2**tried))
+                elif (
+                    is_aborted(error)
+                    and request.since is not None
+                    and self.config.grpo.async_grpo.stale_policy != "mask"
+                ):
                     raise TurnAborted(str(error)) from error
-                if aborted or (isinstance(error, InvalidGeneration) and error.reason == OLD_SALT):
-                    # Nothing is wrong with the engine: a refit came between, or we ended the request ourselves.
-                    continue
-                avoid.add(member.name)
-                self.pool.failed(member.name)
-                # An engine that just died is ejected within a second; asking it again at once would spend the budget.
-                await asyncio.sleep(min(8.0, 0.5 * 2**tried))
         raise RolloutFailed(f"{attempts} attempts failed, the last with: {cause}") from cause
+
+    async def _ask(self, task: Task, request: Request, tried: int, avoid: set[str]) -> Sequence[Turn | TurnDiscarded]:
+        """Try number `tried` of a request. An engine that had better not be asked again is added to `avoid`."""
+        config, name = self.config, f"{request.name}-{tried}"
+        async with self.pool.engine(
+            weight=request.count,
+            deadline_seconds=config.pool.start_timeout_seconds,
+            prefixes=request.prefixes,
+            avoid=avoid,
+            request_id=name if task.cancellable else None,
+            since=request.since,
+        ) as member:
+            try:
+                turns = await self._client(member, task.session).generate_many(
+                    request.ids,
+                    request.count,
+                    request_id=name,
+                    sampling=config.sampling.model_copy(update={"temperature": task.temperature}),
+                    max_tokens=request.max_tokens,
+                    seed=request.seed,
+                    stop_token_ids=self.chat.stop_token_ids,
+                    cache_salt=str(self.pool.stamp),
+                    deadline_seconds=config.generation.request_timeout_seconds,
+                )
+                believed = sorted_out(turns, member.name, tried)
+            except (EngineUnavailable, InvalidGeneration) as error:
+                if blames_engine(error) or is_aborted(error):
+                    # What was cut off may have been so by a refit that failed on this engine.
+                    avoid.add(member.name)
+                if blames_engine(error):
+                    self.pool.failed(member.name)
+                raise
+            discarded = [turn for turn in believed if isinstance(turn, TurnDiscarded)]
+            # Each of them is made again by a request of its own.
+            task.effort.failed_requests += len(discarded)
+            if any(blames_engine(turn.cause) for turn in discarded):
+                self.pool.failed(member.name)
+            return believed
 
     def _client(self, member: Member, session: aiohttp.ClientSession) -> EngineClient:
         """How this run speaks to an engine."""
@@ -297,14 +332,34 @@ class Generator:
         return budget
 
 
-def check_rollouts(config: RunConfig) -> tuple[Toolbox, Episodes | None]:
-    """The tools and the environment of a run. Raise ValueError, naming the one that cannot be imported."""
-    toolbox = Toolbox.of(config.generation.tools, timeout_seconds=config.generation.tool_timeout_seconds)
-    return toolbox, open_episodes(config.environment)
+def sorted_out(turns: Sequence[Turn | InvalidGeneration], engine: str, spent: int) -> Sequence[Turn | TurnDiscarded]:
+    """The answers of one request. Raise InvalidGeneration when no turn can be believed, and when the request was cut off:
+    its whole turns are then as old as the others."""
+    invalid = [turn for turn in turns if isinstance(turn, InvalidGeneration)]
+    for cause in invalid:
+        if len(invalid) == len(turns) or is_aborted(cause):
+            raise cause
+    return [turn if isinstance(turn, Turn) else TurnDiscarded(turn, engine, spent) for turn in turns]
 
 
 def _tokens(turns: Iterable[Turn]) -> int:
     return sum(len(turn.output_ids) for turn in turns)
+
+
+def is_aborted(error: Exception) -> bool:
+    """Whether a turn was cut off: we ended it ourselves, or somebody ended all requests of its engine."""
+    return isinstance(error, InvalidGeneration) and error.reason == ABORTED
+
+
+def blames_engine(error: Exception) -> bool:
+    """Whether something is wrong with the engine; nothing is when a turn was cut off, or a refit came between."""
+    return not (isinstance(error, InvalidGeneration) and error.reason in (ABORTED, OLD_SALT))
+
+
+def check_rollouts(config: RunConfig) -> tuple[Toolbox, Episodes | None]:
+    """The tools and the environment of a run. Raise ValueError, naming the one that cannot be imported."""
+    toolbox = Toolbox.of(config.generation.tools, timeout_seconds=config.generation.tool_timeout_seconds)
+    return toolbox, open_episodes(config.environment)
 
 
 def derived_seed(*parts: int) -> int:

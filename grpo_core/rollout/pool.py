@@ -10,6 +10,7 @@ by all generation threads of a process; it holds no state that matters after a r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -19,13 +20,27 @@ from dataclasses import dataclass, field, replace
 
 from grpo_core.trajectory import Stamp
 
-WAIT_SECONDS = 0.05
+# Between two looks at whether any engine is admitted; whoever is given one hears of it at once.
+WAIT_SECONDS = 0.25
 # An engine that lost a request is asked again after this long; by then a dead one has been ejected.
 REST_SECONDS = 5.0
 # A prefix is worth this many requests of extra load: reading it again costs about as much as one of them.
 PREFIX_SLACK = 16
 # Prefixes whose engine is remembered; the oldest are forgotten first.
 MOST_PREFIXES = 65536
+
+
+def is_overdue(request: InFlight, oldest: int, *, masked: bool, adapters: bool) -> bool:
+    """Whether for certain nothing of what a request still brings can be trained, when no step to come admits tokens of
+    versions before `oldest`. Pure.
+
+    Where a token beyond the window costs the whole group (grpo.async_grpo.stale_policy=drop or wait), the version that the
+    rollout began under decides. Where such tokens are only `masked`, the next token of a request is of the newest version
+    and admissible, however old the rollout is; unless requests name `adapters`, under which each of them then ends.
+    """
+    if not masked:
+        return request.since.version < oldest
+    return adapters and request.asked.version < oldest
 
 
 class NoEngine(RuntimeError):
@@ -49,22 +64,33 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request that an engine is at. `since` is the version its rollout began under."""
+    """A request that an engine is at. `since` is the version its rollout began under, `asked` the one that was live when
+    the request was sent."""
 
     request_id: str
     engine: str
     url: str
     since: Stamp
+    asked: Stamp
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A request that waits for its engine."""
+    """A request that waits for its engine, on the event loop that made this; `served` is set there when it has one."""
 
     weight: int
     prefixes: Sequence[str]
     avoid: frozenset[str]
-    member: Member | None = field(default=None)
+    member: Member | None = None
+    served: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def give(self, member: Member) -> None:
+        """Called from any thread."""
+        self.member = member
+        # A loop that has ended has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.served.set)
 
 
 class Pool:
@@ -131,10 +157,10 @@ class Pool:
         with self._lock:
             return sum(ticket.weight for ticket in self._queue)
 
-    def begun_before(self, version: int) -> list[InFlight]:
-        """The requests in flight whose rollout began under an older version than this one."""
+    def in_flight(self) -> list[InFlight]:
+        """The requests that engines are at, of those that have an id."""
         with self._lock:
-            return [request for request in self._in_flight.values() if request.since.version < version]
+            return list(self._in_flight.values())
 
     @asynccontextmanager
     async def engine(
@@ -151,13 +177,12 @@ class Pool:
 
         `prefixes` name what the request shares with others (its rollout, then its group): the engine that served the
         first of them that is known is preferred. `avoid` are engines that failed it already. With a `request_id` the
-        request can be found by `begun_before`, as one of a rollout that began under `since` (default: now).
+        request is listed by `in_flight`, as one of a rollout that began under `since` (default: now).
         """
         member = await self._wait(_Ticket(weight, prefixes, frozenset(avoid)), deadline_seconds)
-        began = since or self.stamp
-        if request_id is not None and began is not None:
+        if request_id is not None and (stamp := self.stamp) is not None:
             with self._lock:
-                self._in_flight[request_id] = InFlight(request_id, member.name, member.url, began)
+                self._in_flight[request_id] = InFlight(request_id, member.name, member.url, since or stamp, stamp)
         try:
             yield member
         finally:
@@ -179,7 +204,9 @@ class Pool:
                     raise NoEngine(
                         f"no engine of the pool carried the newest version within {deadline_seconds:g} s; see the engines' logs"
                     )
-                await asyncio.sleep(WAIT_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WAIT_SECONDS):
+                        await ticket.served.wait()
             return ticket.member
         except BaseException:
             with self._lock:
@@ -207,8 +234,8 @@ class Pool:
                 self._prefixes.move_to_end(prefix)
             while len(self._prefixes) > MOST_PREFIXES:
                 self._prefixes.popitem(last=False)
-            ticket.member = member
             self._queue.pop(0)
+            ticket.give(member)
 
     def _choose(self, ticket: _Ticket) -> Member | None:
         """The engine for a request; None while none has room. Needs the lock."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from grpo_core.trajectory import Stamp, Turn, VersionSpan
@@ -21,8 +22,14 @@ REQUEST_PREFIX = "generate-tokens-"
 LOWEST_LOGPROB = -9998.0
 # How a whole turn ends: the model stopped, or its tokens ran out. An abort or an error cuts it anywhere.
 WHOLE = ("stop", "length")
-# The reason of InvalidGeneration for a turn that is sound but for the refit it waited through.
-OLD_SALT = "salt"
+# Reasons of InvalidGeneration that are nobody's fault: a turn that was cut off before its end, and one that is sound but
+# for the refit it waited through.
+ABORTED, OLD_SALT = "aborted", "salt"
+# Token ids and offsets are kept as 32 bits.
+NATURALS = range(2**31)
+# The priority of a canary under vLLM's `--scheduling-policy priority`, where less is sooner and requests have 0: it then
+# waits for one running sequence to end and not for all that wait. Without that policy vLLM ignores it.
+CANARY_PRIORITY = -1
 
 
 class InvalidGeneration(RuntimeError):
@@ -93,11 +100,12 @@ def generate_request(
 
 
 def score_request(token_ids: Sequence[int], cache_salt: str, *, model: str | None = None) -> dict[str, Any]:
-    """The request for the log-probs of a given sequence, at temperature 1 and bypassing any cached prefix."""
+    """The request for the log-probs of a given sequence, at temperature 1, bypassing any cached prefix and all that wait."""
     return {
         **({} if model is None else {"model": model}),
         "token_ids": list(token_ids),
         "cache_salt": cache_salt,
+        "priority": CANARY_PRIORITY,
         "stream": False,
         "sampling_params": {
             "n": 1,
@@ -135,11 +143,15 @@ def parse_turns(
     engine: str,
     submitted_at: float,
     finished_at: float,
+    seed: int = 0,
     adapter: str | None = None,
-) -> list[Turn]:
-    """The `n` choices of an answer as turns, in the order of their indices. Raises InvalidGeneration.
+    salt: str | None = None,
+) -> list[Turn | InvalidGeneration]:
+    """The `n` choices of an answer in the order of their indices: turns, and of those that cannot be believed the cause.
+    Raises InvalidGeneration for an answer of which nothing can be believed.
 
     With an `adapter`, which is a stamp, every token is of that version: engines stamp only changes of the weights below.
+    `salt` is given where engines keep their caches across refits; a turn must then begin under that version.
     """
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -152,36 +164,37 @@ def parse_turns(
         raise InvalidGeneration(
             "version", f"engine {engine} answered with {answer.get('model')!r} instead of the adapter {adapter}"
         )
-    return [_turn(choice, prompt_ids, engine, submitted_at, finished_at, adapter) for choice in choices]
+    unfinished = Turn(list(prompt_ids), [], [], (), "", engine, submitted_at, 0.0, finished_at, seed)
+    turns: list[Turn | InvalidGeneration] = []
+    for choice in choices:
+        try:
+            turns.append(_turn(choice, unfinished, adapter, salt))
+        except InvalidGeneration as error:
+            turns.append(error)
+    return turns
 
 
-def check_first_span(turns: Sequence[Turn], cache_salt: str) -> None:
+def check_first_span(turn: Turn, salt: str) -> None:
     """Raise InvalidGeneration for a turn that began under another version than the one it was salted with.
 
     When engines keep their caches across refits, a request that waited through one finds the prefixes of its salt, which
     are the old version's, and goes on from them with the new weights: its tokens match neither policy from the first one
     on. Made again with the new salt it is exact.
     """
-    for turn in turns:
-        first = turn.spans[0]
-        if str(Stamp(first.attempt, first.version)) != cache_salt:
-            raise InvalidGeneration(
-                OLD_SALT,
-                f"engine {turn.engine} began a turn with version {first.attempt}.{first.version} on the cache of "
-                f"{cache_salt}; it is generated again",
-            )
+    first = turn.spans[0]
+    if str(Stamp(first.attempt, first.version)) != salt:
+        raise InvalidGeneration(
+            OLD_SALT,
+            f"engine {turn.engine} began a turn with version {first.attempt}.{first.version} on the cache of {salt}; "
+            "it is generated again",
+        )
 
 
-def _turn(
-    choice: Mapping[str, Any],
-    prompt_ids: Sequence[int],
-    engine: str,
-    submitted: float,
-    finished: float,
-    adapter: str | None,
-) -> Turn:
+def _turn(choice: Mapping[str, Any], unfinished: Turn, adapter: str | None, salt: str | None) -> Turn:
+    """`unfinished` with what a choice says. Raises InvalidGeneration."""
+    engine = unfinished.engine
     try:
-        ids = [int(token) for token in choice["token_ids"]]
+        ids = [_natural(token) for token in choice["token_ids"]]
         content = (choice["logprobs"] or {}).get("content") or []
         logprobs = [entry["logprob"] for entry in content]
         whole = [{"version": adapter, "start": 0, "end": len(ids)}]
@@ -189,17 +202,29 @@ def _turn(
         reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidGeneration("shape", f"engine {engine} answered a malformed choice: {error!r}") from error
-    if reason not in WHOLE or not ids:
+    if reason not in WHOLE:
         raise InvalidGeneration(
-            "aborted", f"engine {engine} ended a turn with {reason!r} after {len(ids)} tokens; its output is discarded"
+            ABORTED, f"engine {engine} ended a turn with {reason!r} after {len(ids)} tokens; its output is discarded"
         )
+    if not ids:
+        raise InvalidGeneration("empty", f"engine {engine} ended a turn with {reason!r} before its first token")
     if len(logprobs) != len(ids):
         raise InvalidGeneration(
             "logprob_count", f"engine {engine} gave {len(logprobs)} log-probs for {len(ids)} tokens"
         )
     checked = [_logprob(value, engine) for value in logprobs]
     spans = parse_spans(raw_spans, len(ids), engine)
-    return Turn(list(prompt_ids), ids, checked, spans, reason, engine, submitted, 0.0, finished)
+    turn = replace(unfinished, output_ids=ids, logprobs=checked, spans=spans, finish_reason=reason)
+    if salt is not None:
+        check_first_span(turn, salt)
+    return turn
+
+
+def _natural(value: Any) -> int:
+    """A token id or an offset. Raises ValueError for what is none, on which a tokenizer or a shard would choke later."""
+    if type(value) is not int or value not in NATURALS:
+        raise ValueError(f"{value!r} is not a natural number below {NATURALS.stop}")
+    return value
 
 
 def _logprob(value: Any, engine: str) -> float:
@@ -217,8 +242,8 @@ def parse_spans(raw: Sequence[Mapping[str, Any]], tokens: int, engine: str) -> t
     position = 0
     for span in raw:
         try:
-            stamp = Stamp.parse(str(span["version"]))
-            start, end = int(span["start"]), int(span["end"])
+            stamp = Stamp.parse(span["version"])
+            start, end = _natural(span["start"]), _natural(span["end"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidGeneration("version", f"engine {engine} sampled with unstamped weights: {error}") from error
         if start != position or end <= start:
@@ -234,19 +259,23 @@ def parse_scores(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[fl
     """Log-probs (nats) of `token_ids[1:]` from the answer to a `score_request`; NaN where the engine has no value."""
     try:
         entries = answer["prompt_logprobs"][1:]
-        values = [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
+        pairs = zip(token_ids[1:], entries, strict=True)
+        return [_score(entry[str(token)]["logprob"]) for token, entry in pairs]
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidGeneration(
             "scores", f"the engine answered no log-probs for the given tokens: {error!r}"
         ) from error
-    return [float(value) if value is not None and value > LOWEST_LOGPROB else math.nan for value in values]
 
 
 def parse_next_token(answer: Mapping[str, Any], token: int) -> float:
     """The log-prob (nats) of `token` from the answer to a `next_token_request`; NaN where the engine has no value."""
     try:
         entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        value = next(entry["logprob"] for entry in entries if entry["token_id"] == token)
+        return _score(next(entry["logprob"] for entry in entries if entry["token_id"] == token))
     except (KeyError, TypeError, IndexError, StopIteration) as error:
         raise InvalidGeneration("scores", f"the engine answered no log-prob for token {token}: {error!r}") from error
+
+
+def _score(value: Any) -> float:
+    """A log-prob (nats), or NaN for what stands for none. Raises TypeError for what is no number."""
     return float(value) if value is not None and value > LOWEST_LOGPROB else math.nan

@@ -77,7 +77,7 @@ async def test_trained_tokens_are_exactly_the_generated_ones(chat: Chat) -> None
         await said(conversation, "7"),
     ]
     assert conversation.finish_reason == "stop"
-    rollout = conversation.rollout(0, 9, None)
+    rollout = conversation.rollout(0, None)
     (sequence,), tally = reconcile(rollout.turns)
     assert tally == Tally(clean=2)
     trained = [token for token, mask in zip(sequence.ids, sequence.mask, strict=True) if mask]
@@ -160,7 +160,7 @@ async def test_a_prompt_that_outgrows_the_context_ends_the_rollout_as_truncated(
     conversation = begin(chat, context=len(begin(chat).prompt.ids) + answer + 3)
     await said(conversation, call("1+1"))
     assert conversation.finish_reason == "length"
-    (sequence,), _ = reconcile(conversation.rollout(0, 0, None).turns)
+    (sequence,), _ = reconcile(conversation.rollout(0, None).turns)
     assert sum(sequence.mask) == answer
 
 
@@ -172,7 +172,7 @@ async def test_reasoning_that_the_template_drops_forks_or_realigns_the_rollout(p
     await said(conversation, "<think>one and two</think>3")
     await said(conversation, "4")
     assert conversation.finish_reason == "stop"
-    turns = conversation.rollout(0, 0, None).turns
+    turns = conversation.rollout(0, None).turns
     (sequence,), tally = reconcile(turns)
     assert tally.realign == 1 and "one and two" not in chat.text(sequence.ids)
     sequences, tally = reconcile(turns, fork_threshold_tokens=1)
@@ -192,7 +192,7 @@ async def test_the_environment_speaks_between_the_turns_and_first(chat: Chat) ->
     assert conversation.finish_reason == "stop"
     assert [answer["content"] for answer in environment.answers] == ["a", "b", "c"]
     assert [message["content"] for message in conversation.messages[1:]] == ["a", "answer 1", "b", "answer 2", "c"]
-    rollout = conversation.rollout(0, 0, await episode.reward())
+    rollout = conversation.rollout(0, await episode.reward())
     assert (rollout.environment_reward, rollout.opening_messages) == (3.0, 1)
 
 

@@ -7,12 +7,13 @@ import copy
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from grpo_core.refit.control import EngineAddress, EngineControl
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable, InvalidGeneration, parse_metrics
 from grpo_core.rollout.wire import (
     generate_request,
@@ -48,6 +49,15 @@ async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
 
 
 def generate(engine: FakeEngine, n: int = 1, deadline: float = 10.0, **changes: Any) -> list[Turn]:
+    """The turns of one request, each of which can be believed."""
+    answers = ask(engine, n, deadline, **changes)
+    for answer in answers:
+        if isinstance(answer, InvalidGeneration):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Turn)]
+
+
+def ask(engine: FakeEngine, n: int, deadline: float = 10.0, **changes: Any) -> list[Turn | InvalidGeneration]:
     arguments: dict[str, Any] = {
         "request_id": "r",
         "sampling": Sampling(),
@@ -57,7 +67,7 @@ def generate(engine: FakeEngine, n: int = 1, deadline: float = 10.0, **changes: 
         "cache_salt": "1.4",
     }
 
-    async def run() -> list[Turn]:
+    async def run() -> list[Turn | InvalidGeneration]:
         async with client(engine) as engine_client:
             return await engine_client.generate_many(
                 [1, 2, 3], n, deadline_seconds=deadline, **{**arguments, **changes}
@@ -80,8 +90,8 @@ def test_siblings_come_from_one_request_and_differ(engine: FakeEngine) -> None:
     assert engine.calls.count(GENERATE) == 1
     assert len({tuple(turn.output_ids) for turn in turns}) == 8
     assert turns == [
-        Turn(t.prompt_ids, t.output_ids, t.logprobs, t.spans, t.finish_reason, t.engine, *times)
-        for t, times in zip(generate(engine, n=8), [(x.submitted_at, 0.0, x.finished_at) for x in turns], strict=True)
+        replace(again, submitted_at=turn.submitted_at, finished_at=turn.finished_at)
+        for again, turn in zip(generate(engine, n=8), turns, strict=True)
     ]
 
 
@@ -120,6 +130,7 @@ def test_every_sampling_parameter_is_sent_explicitly() -> None:
         ("missing_logprob", "logprob_count"),
         ("wrong_version", "version"),
         ("missing_span", "spans"),
+        ("empty", "empty"),
     ],
 )
 def test_answer_that_only_looks_well_is_discarded_with_its_reason(engine: FakeEngine, kind: Any, reason: str) -> None:
@@ -128,6 +139,15 @@ def test_answer_that_only_looks_well_is_discarded_with_its_reason(engine: FakeEn
         generate(engine, n=2)
     assert caught.value.reason == reason
     assert "e0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no JSON", "[]", "3", "[" * 100_000, '{"choices": 1e999}', "\xff", '{"choices": ']
+)
+def test_whatever_an_engine_answers_is_a_turn_or_invalid(engine: FakeEngine, text: str) -> None:
+    engine.faults.append(Fault(GENERATE, "garbage", text=text))
+    with pytest.raises(InvalidGeneration, match="e0"):
+        generate(engine)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +236,7 @@ def test_abort_names_the_request_as_the_engine_knows_it(engine: FakeEngine) -> N
                 )
             )
             await asyncio.sleep(0.1)
-            await engine_client.abort("mine", deadline_seconds=5)
+            await asyncio.to_thread(EngineControl(EngineAddress("e0", engine.url)).abort, ["mine"], 5)
             return await task
 
     with pytest.raises(InvalidGeneration, match=r"'abort' after \d+ tokens") as caught:
@@ -224,32 +244,16 @@ def test_abort_names_the_request_as_the_engine_knows_it(engine: FakeEngine) -> N
     assert caught.value.reason == "aborted"
 
 
-def test_state_of_the_engine_can_be_read(engine: FakeEngine) -> None:
+def test_load_and_scores_of_the_engine_can_be_read(engine: FakeEngine) -> None:
     async def run() -> tuple[Any, ...]:
         async with client(engine) as engine_client:
             return (
-                await engine_client.is_healthy(deadline_seconds=5),
-                await engine_client.weight_stamp(deadline_seconds=5),
-                await engine_client.world_size(deadline_seconds=5),
                 (await engine_client.metrics(deadline_seconds=5))["kv_usage"],
                 await engine_client.score([1, 2, 3], cache_salt="x", deadline_seconds=5),
             )
 
     uniform = -math.log(engine.vocabulary_size)
-    assert asyncio.run(run()) == (True, "1.4", 1, 0.25, [uniform, uniform])
-
-
-def test_health_is_false_for_an_engine_that_says_so_or_is_gone(engine: FakeEngine) -> None:
-    async def healthy() -> bool:
-        async with client(engine) as engine_client:
-            return await engine_client.is_healthy(deadline_seconds=2)
-
-    engine.faults.append(Fault("/health", "status", status=503))
-    assert asyncio.run(healthy()) is False
-    assert asyncio.run(healthy()) is True
-    engine.die()
-    engine._thread.join(10)
-    assert asyncio.run(healthy()) is False
+    assert asyncio.run(run()) == (0.25, [uniform, uniform])
 
 
 def test_metrics_sum_over_labels_and_ignore_names_that_only_begin_alike() -> None:
@@ -258,6 +262,11 @@ def test_metrics_sum_over_labels_and_ignore_names_that_only_begin_alike() -> Non
         'vllm:num_requests_waiting_by_reason{reason="capacity"} 9\nvllm:generation_tokens_total 1e3\n'
     )
     assert parse_metrics(text) == {"waiting": 5.0, "generation_tokens": 1000.0}
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many", "1e", "0x10"])
+def test_a_metric_that_is_no_finite_number_is_not_reported(value: str) -> None:
+    assert parse_metrics(f"vllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc {value}\n") == {"waiting": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -295,39 +304,83 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("path", [["choices"], ["choices", 0, "token_ids"], ["choices", 0, "finish_reason"]])
-def test_answer_with_a_missing_part_is_refused(path: list[Any]) -> None:
-    assert parse_turns(GOOD, [1], 1, engine="e0", submitted_at=0, finished_at=1)[0].output_ids == [7]
-    broken: Any = copy.deepcopy(GOOD)
-    owner = broken
+def parsed(answer: Any, n: int = 1) -> Turn | InvalidGeneration:
+    """The first turn of an answer, or why it cannot be believed."""
+    try:
+        return parse_turns(answer, [1], n, engine="e0", submitted_at=0, finished_at=1)[0]
+    except InvalidGeneration as error:
+        return error
+
+
+def changed(path: list[Any], value: Any) -> Any:
+    """GOOD with another value in one place."""
+    answer: Any = copy.deepcopy(GOOD)
+    owner = answer
     for key in path[:-1]:
         owner = owner[key]
-    del owner[path[-1]]
+    owner[path[-1]] = value
+    return answer
+
+
+FIRST = ["choices", 0]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ["choices"],
+        FIRST,
+        *([*FIRST, name] for name in ("index", "token_ids", "finish_reason", "weight_versions", "logprobs")),
+        [*FIRST, "token_ids", 0],
+        [*FIRST, "logprobs", "content"],
+        [*FIRST, "logprobs", "content", 0],
+        [*FIRST, "weight_versions", 0],
+        [*FIRST, "weight_versions", 0, "version"],
+        [*FIRST, "weight_versions", 0, "end"],
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [None, "x", [], {}, [[]], -1, 2.5, True, math.nan, math.inf, 2**31, 2**80, {"index": 0}, [{"index": {}}]]
+)
+def test_an_answer_with_nonsense_in_any_place_is_invalid_and_nothing_else(path: list[Any], value: Any) -> None:
+    assert isinstance(parsed(GOOD), Turn)
+    assert isinstance(parsed(changed(path, value)), InvalidGeneration)
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, [None, 3], [None, {"2": {}}], [None, {"2": {"logprob": "x"}}]])
+def test_scores_that_are_none_are_invalid_and_nothing_else(value: Any) -> None:
     with pytest.raises(InvalidGeneration):
-        parse_turns(broken, [1], 1, engine="e0", submitted_at=0, finished_at=1)
+        parse_scores({"prompt_logprobs": value}, [1, 2])
+    content = [{"logprobs": {"content": [{"top_logprobs": value}]}}]
+    with pytest.raises(InvalidGeneration):
+        parse_next_token({"choices": content}, 2)
+    with pytest.raises(InvalidGeneration):
+        parse_next_token({"choices": value}, 2)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
 def test_a_turn_that_was_cut_off_is_refused(reason: str | None) -> None:
-    cut: Any = copy.deepcopy(GOOD)
-    cut["choices"][0]["finish_reason"] = reason
-    with pytest.raises(InvalidGeneration) as caught:
-        parse_turns(cut, [1], 1, engine="e0", submitted_at=0, finished_at=1)
-    assert caught.value.reason == "aborted"
+    cut = parsed(changed([*FIRST, "finish_reason"], reason))
+    assert isinstance(cut, InvalidGeneration) and cut.reason == "aborted"
 
 
 def test_a_turn_without_a_token_is_refused() -> None:
     empty: Any = copy.deepcopy(GOOD)
     empty["choices"][0] |= {"token_ids": [], "weight_versions": [], "logprobs": {"content": []}}
-    with pytest.raises(InvalidGeneration) as caught:
-        parse_turns(empty, [1], 1, engine="e0", submitted_at=0, finished_at=1)
-    assert caught.value.reason == "aborted"
+    refused = parsed(empty)
+    assert isinstance(refused, InvalidGeneration) and refused.reason == "empty"
 
 
 def test_fewer_choices_than_asked_are_refused() -> None:
-    with pytest.raises(InvalidGeneration) as caught:
-        parse_turns(GOOD, [1], 2, engine="e0", submitted_at=0, finished_at=1)
-    assert caught.value.reason == "choices"
+    refused = parsed(GOOD, 2)
+    assert isinstance(refused, InvalidGeneration) and refused.reason == "choices"
+
+
+def test_one_bad_choice_leaves_its_siblings_believable(engine: FakeEngine) -> None:
+    engine.faults.append(Fault(GENERATE, "null_logprob"))
+    bad, *good = ask(engine, n=3)
+    assert isinstance(bad, InvalidGeneration) and bad.reason == "logprob_missing"
+    assert [turn.seed for turn in good if isinstance(turn, Turn)] == [3, 3]
 
 
 def test_scores_of_damaged_weights_are_nan() -> None:

@@ -161,6 +161,63 @@ def test_a_failed_request_is_tried_again(chat: Chat, engines: list[FakeEngine], 
     assert {(row["failed_requests"], row["aborted_requests"]) for row in rows} == {(asked - 1, 0)}
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["null_logprob", "nan_logprob", "clamped_logprob", "missing_logprob", "wrong_version", "missing_span", "empty"],
+)
+def test_a_bad_answer_is_made_again_alone_and_elsewhere_with_a_seed_of_its_own(
+    chat: Chat, engines: list[FakeEngine], kind: Any
+) -> None:
+    engines[0].faults.append(Fault(GENERATE, kind))
+    rows = make(chat, engines)
+    assert [row["status"] for row in rows] == [OK] * 4
+    assert [row["engine"] for row in rows] == ["e1", "e0", "e0", "e0"]
+    asked = [body["sampling_params"] for engine in engines for path, body in engine.bodies if path == GENERATE]
+    shared, alone = derived_seed(0, 5, 0), derived_seed(0, 5, 0, 0, 1)
+    assert [(sampling["n"], sampling["seed"]) for sampling in asked] == [(4, shared), (1, alone)]
+    assert [row["seed"] for row in rows] == [alone, shared, shared, shared]
+
+
+def test_a_rollout_whose_answers_stay_bad_fails_for_good_and_leaves_its_siblings(
+    chat: Chat, engines: list[FakeEngine]
+) -> None:
+    for engine in engines:
+        engine.faults.append(Fault(GENERATE, "nan_logprob", times=99))
+    rows = make(chat, engines, min_group_members=3)
+    assert [(row["rollout"], row["status"]) for row in rows] == [(1, OK), (2, OK), (3, OK)]
+    assert "1 of 4 rollouts failed, the first with: 3 attempts failed" in rows[0]["error"]
+    assert sum(engine.calls.count(GENERATE) for engine in engines) == 3
+    (row,) = make(chat, engines, max_rollout_attempts=1)
+    assert (row["status"], "1 attempts failed" in row["error"]) == (FAILED, True)
+
+
+def test_a_request_that_was_cut_off_is_made_again_whole(chat: Chat, engines: list[FakeEngine]) -> None:
+    """What some siblings had finished before is as old as what was cut off."""
+    engine = engines[0]
+    respond = engine._generate
+
+    async def cut_one(body: dict[str, Any]) -> dict[str, Any]:
+        answer = await respond(body)
+        if len(engine.bodies) == 1:
+            answer["choices"][2]["finish_reason"] = "abort"
+        return answer
+
+    engine._generate = cut_one  # type: ignore[method-assign]
+    rows = make(chat, [engine])
+    assert [row["status"] for row in rows] == [OK] * 4
+    assert [body["sampling_params"]["n"] for path, body in engine.bodies if path == GENERATE] == [4, 4]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"choices": [null]}', "[" * 100_000])
+def test_an_answer_that_is_none_is_a_failure_of_the_request_alone(
+    chat: Chat, engines: list[FakeEngine], text: str
+) -> None:
+    engines[0].faults.append(Fault(GENERATE, "garbage", times=99, text=text))
+    assert [row["status"] for row in make(chat, engines)] == [OK] * 4
+    (row,) = make(chat, engines[:1])
+    assert (row["status"], "e0" in row["error"]) == (FAILED, True)
+
+
 def test_a_turn_on_an_old_salt_is_made_again_by_the_same_engine_at_once(chat: Chat, engines: list[FakeEngine]) -> None:
     """A refit came between salt and answer, which is nobody's fault."""
     engines[0].faults.append(Fault(GENERATE, "wrong_version", version="1.3"))
@@ -169,6 +226,7 @@ def test_a_turn_on_an_old_salt_is_made_again_by_the_same_engine_at_once(chat: Ch
     rows = run_group(config(grpo=kept), chat, pool)
     assert [row["status"] for row in rows] == [OK] * 4
     assert [engine.calls.count(GENERATE) for engine in engines] == [2, 0]
+    assert [body["sampling_params"]["n"] for path, body in engines[0].bodies if path == GENERATE] == [4, 1]
     assert [member.rests_until for member in pool.members()] == [0.0, 0.0]
 
 
@@ -235,17 +293,17 @@ def test_seeds_of_different_turns_differ_and_fit_int64(parts: list[tuple[int, in
 
 
 @pytest.mark.parametrize("cancellable", [True, False])
-def test_only_what_may_be_cut_off_is_found_as_overdue(
+def test_only_what_may_be_cut_off_is_listed(
     chat: Chat, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, cancellable: bool
 ) -> None:
-    pool, overdue = Pool(), []
+    pool, listed = Pool(), []
     pool.join("e0", engines[0].url)
     pool.live(Stamp(1, 4), ("e0",))
     generator = Generator(config(), chat, pool, Rewards())  # type: ignore[arg-type]
     generate = group_module.EngineClient.generate_many
 
     async def watched(*arguments: Any, **named: Any) -> Any:
-        overdue.extend(pool.begun_before(5))
+        listed.extend(pool.in_flight())
         return await generate(*arguments, **named)
 
     monkeypatch.setattr(group_module.EngineClient, "generate_many", watched)
@@ -255,4 +313,4 @@ def test_only_what_may_be_cut_off_is_found_as_overdue(
             await generator.rollouts(Task(PROMPT, session, "n", (0,), 1.0, cancellable), 2)
 
     asyncio.run(run())
-    assert [request.request_id for request in overdue] == (["n-0-1"] if cancellable else [])
+    assert [request.request_id for request in listed] == (["n-0-1"] if cancellable else [])

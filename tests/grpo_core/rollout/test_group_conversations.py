@@ -262,7 +262,10 @@ def test_an_outage_between_two_turns_is_not_the_prompts_fault(chat: Chat, engine
     assert sum(len(instance.answers) for instance in Counting.made) == SIZE
 
 
-def test_a_rollout_that_was_cut_off_from_outside_begins_anew(chat: Chat, engines: list[FakeEngine]) -> None:
+@pytest.mark.parametrize(("stale_policy", "made_again"), [("drop", 2), ("wait", 2), ("mask", 1)])
+def test_a_rollout_that_was_cut_off_from_outside_begins_anew_where_its_earlier_turns_would_cost_the_group(
+    chat: Chat, engines: list[FakeEngine], stale_policy: str, made_again: int
+) -> None:
     engine = engines[0]
     aborted: list[str] = []
 
@@ -272,14 +275,21 @@ def test_a_rollout_that_was_cut_off_from_outside_begins_anew(chat: Chat, engines
             engine._aborted.add(f"generate-tokens-{aborted[0]}")
         return calculates(text, index)
 
-    rows = make(chat, [engine], aborts_one, config(tools=[CALCULATOR]), prompt())
+    settings = config(tools=[CALCULATOR])
+    settings = RunConfig.model_validate(
+        {
+            **settings.model_dump(),
+            "grpo": {"num_generations_per_prompt": SIZE, "async_grpo": {"stale_policy": stale_policy}},
+        }
+    )
+    rows = make(chat, [engine], aborts_one, settings, prompt())
     assert aborted and [row["status"] for row in rows] == [OK] * SIZE
     assert [row["turns"] for row in rows] == [2] * SIZE
-    # The shared first turn, one turn for each, and the rollout that began anew: two turns of its own.
-    assert len(requests([engine])) == 1 + SIZE + 2
-    first_turn = len(spelled(chat, calculates("", 0)))
+    # The shared first turn, one turn for each, and the rollout that began anew, or its turn alone.
+    assert len(requests([engine])) == 1 + SIZE + made_again
+    discarded = len(spelled(chat, calculates("", 0))) if made_again == 2 else 0
     assert {(row["aborted_requests"], row["failed_requests"], row["discarded_tokens"]) for row in rows} == {
-        (1, 0, first_turn)
+        (1, 0, discarded)
     }
 
 

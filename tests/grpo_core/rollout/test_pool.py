@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from grpo_core.rollout.pool import NoEngine, Pool
+from grpo_core.rollout import pool as pool_module
+from grpo_core.rollout.pool import InFlight, NoEngine, Pool, is_overdue
 from grpo_core.trajectory import Stamp
 
 
@@ -207,17 +210,50 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing_behind() -> N
     assert made.load() == made.waiting() == 0
 
 
-def test_requests_of_rollouts_that_began_too_long_ago_are_found_until_they_end() -> None:
+def test_requests_are_listed_with_their_versions_until_they_end() -> None:
     made = pool("a")
 
     async def run() -> None:
         async with made.engine(weight=1, deadline_seconds=0, request_id="old", since=Stamp(1, 2)):
             made.live(Stamp(1, 5), ("a",))
             async with made.engine(weight=1, deadline_seconds=0, request_id="new"):
-                assert [request.request_id for request in made.begun_before(5)] == ["old"]
-                assert [request.request_id for request in made.begun_before(6)] == ["old", "new"]
-                assert made.begun_before(2) == []
-                assert made.begun_before(3)[0].url == "http://a"
-        assert made.begun_before(9) == []
+                assert made.in_flight() == [
+                    InFlight("old", "a", "http://a", since=Stamp(1, 2), asked=Stamp(1, 0)),
+                    InFlight("new", "a", "http://a", since=Stamp(1, 5), asked=Stamp(1, 5)),
+                ]
+        assert made.in_flight() == []
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("since", "asked", "masked", "adapters", "overdue"),
+    [
+        (4, 4, False, False, True),
+        (5, 5, False, False, False),
+        # A later turn of a rollout whose first one costs the group.
+        (4, 6, False, False, True),
+        # Its next token is of the newest version, and only those before it are masked.
+        (4, 4, True, False, False),
+        # All of its tokens are of the adapter that it named.
+        (4, 4, True, True, True),
+        (4, 5, True, True, False),
+    ],
+)
+def test_a_request_is_overdue_when_nothing_it_still_brings_can_be_trained(
+    since: int, asked: int, masked: bool, adapters: bool, overdue: bool
+) -> None:
+    request = InFlight("r", "a", "http://a", since=Stamp(1, since), asked=Stamp(1, asked))
+    assert is_overdue(request, 5, masked=masked, adapters=adapters) is overdue
+
+
+def test_who_waits_hears_at_once_that_an_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on another thread's event loop; waiting until the next look would outlast the test."""
+    monkeypatch.setattr(pool_module, "WAIT_SECONDS", 1e6)
+    made = pool("a", live=())
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(asyncio.run, take(made, seconds=1e9)) for _ in range(2)]
+        while made.waiting() < 2:
+            time.sleep(0.001)
+        made.admit("a")
+        assert [request.result(20) for request in waiting] == ["a", "a"]
