@@ -2,9 +2,10 @@
 
 Invariants: an engine process has a name that is never used again; the trainer learns of every join and leave from
 numbered records; an engine gets requests only once a refit record of the newest live version names it, which is after
-the canary. A local engine that dies, falls silent or breaks in a refit is replaced, later each time, within its budget;
-beyond it the run fails with the engine's last lines. An external one leaves the pool and comes back, under a new name,
-when it answers again without the weights it had; the run fails when no engine is left that could serve.
+the canary. A local engine that dies, falls silent, does not start in time or breaks in a refit is replaced, later each
+time, within its budget; beyond it the pool goes on without it. An external one leaves the pool and comes back, under a new
+name, when it has answered for a while, longer each time, and one that broke in a refit only when it was restarted. The run
+fails when no engine is left that could serve, with the last lines of the last one.
 """
 
 import os
@@ -25,7 +26,7 @@ from grpo_core.ports import free_port, port_is_free
 from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
 from grpo_core.rollout.launch import engine_command
 from grpo_core.rollout.load import next_limit, pool_metrics
-from grpo_core.rollout.pool import InFlight, Pool
+from grpo_core.rollout.pool import InFlight, Pool, is_overdue
 from grpo_core.rollout.wire import API_KEY_VARIABLE
 from storage.objects import ObjectStore
 from storage.pool import PoolChange, PoolWish, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
@@ -179,13 +180,20 @@ class Engines:
                 f"external engine {slot.url} failed a refit ({slot.broken}) and holds unknown weights; "
                 "it gets no request until it has been restarted"
             )
-            if not any(other.serves for other in self._slots):
+            if not any(other.may_serve for other in self._slots):
                 raise PoolFailed(f"{refusal}, and no other engine is left; restart it and run the same command again")
             self._control.warn(refusal)
 
-    def cancel_begun_before(self, version: int) -> None:
-        """End the requests of rollouts that began under an older version, because their groups can no longer be admitted."""
-        overdue = {request.request_id: request for request in self._router.begun_before(version)}
+    def cancel_overdue(self, oldest: int) -> None:
+        """End the requests of which nothing can be trained any more, now that no step admits versions before `oldest`. The
+        engines have better things to do."""
+        masked = self._config.grpo.async_grpo.stale_policy == "mask"
+        adapters = self._config.refit.adapter_only
+        overdue = {
+            request.request_id: request
+            for request in self._router.in_flight()
+            if is_overdue(request, oldest, masked=masked, adapters=adapters)
+        }
         for name in overdue.keys() - self._aborted:
             self._prober.run(partial(abort, overdue[name]))
         self._aborted = set(overdue)
@@ -197,11 +205,13 @@ class Engines:
         return {"pool/engines": float(serving), "pool/queued": float(self._router.waiting())} | pool_metrics(looks)
 
     def all_ready(self) -> bool:
-        """Whether every engine has answered since it was last started, but for external ones that take too long."""
+        """Whether every engine has answered, but for those that failed to start once and external ones that take too long."""
         if not any(slot.ready for slot in self._slots):
             return False
         patience = time.monotonic() - EXTERNAL_SECONDS
-        return all(slot.ready or (not slot.local and slot.started_at < patience) for slot in self._slots)
+        return all(
+            slot.ready or slot.lives > 0 or (not slot.local and slot.started_at < patience) for slot in self._slots
+        )
 
     def _check_process(self, slot: Slot, now: float, left: list[str]) -> None:
         """Note the end of a local engine's process, and start the next one when its time has come."""
@@ -209,7 +219,10 @@ class Engines:
         assert isinstance(pool, LocalPool)
         if slot.child is None:
             if now >= slot.restart_at:
-                self._launch(slot, pool, int(slot.url.rpartition(":")[2]))
+                # What it left behind may hold its port for a while.
+                port = free_port(pool.host)
+                slot.url = f"http://{pool.host}:{port}"
+                self._launch(slot, pool, port)
             return
         if slot.child.poll() is None:
             return
@@ -220,29 +233,32 @@ class Engines:
         self._lost(slot, failure, now, left)
 
     def _lost(self, slot: Slot, failure: str, now: float, left: list[str]) -> None:
-        """Make room for the next process of a local engine."""
+        """Make room for the next process of a local engine, or go on without it when its budget is spent."""
         pool = self._config.pool
         assert isinstance(pool, LocalPool)
         losses = slot.losses_by(now) + 1
-        if losses > pool.max_restarts:
-            raise PoolFailed(
-                f"engine {slot.number} was lost {losses} times, more than pool.max_restarts={pool.max_restarts} allows: {failure}"
-            )
-        delay = restart_delay(losses)
-        self._control.warn(f"{failure}\nIt is started again in {delay:g} s.")
         self._leave(slot, left)
-        slot.renew(f"http://{pool.host}:{free_port(pool.host)}", losses=losses, restart_at=now + delay)
+        if losses <= pool.max_restarts:
+            delay = restart_delay(losses)
+            self._control.warn(f"{failure}\nIt is started again in {delay:g} s.")
+            slot.renew(slot.url, losses=losses, restart_at=now + delay)
+            return
+        spent = f"engine {slot.number} was lost {losses} times, more than pool.max_restarts={pool.max_restarts} allows: {failure}"
+        self._slots.remove(slot)
+        slot.child = None
+        if not any(other.may_serve for other in self._slots):
+            raise PoolFailed(f"no engine is left: {spent}")
+        self._control.warn(f"{spent}\nThe run goes on without it.")
 
     def _hear(self, slot: Slot, answer: Look, now: float, left: list[str]) -> None:
         """Take in what an engine said."""
         if not answer.healthy:
-            slot.seen_away = True
+            slot.miss()
             return
-        if slot.has_lost_weights(answer.stamp) or (slot.broken is not None and slot.seen_away):
+        if slot.was_restarted(answer.stamp):
             if not slot.local:
                 self._control.warn(f"{slot.name} at {slot.url} was restarted and has lost its weights; it joins again")
-                self._leave(slot, left)
-                slot.renew(slot.url, started_at=now)
+                self._eject(slot, now, left)
             return
         slot.hear(answer, now)
         if slot.load is not None and slot.load_before is not None:
@@ -264,24 +280,33 @@ class Engines:
     def _check_silence(self, slot: Slot, now: float, left: list[str]) -> None:
         """Give up an engine that does not answer."""
         pool = self._config.pool
+        shown = "" if slot.child is None else f"; its last lines are:\n{slot.child.tail()}"
         if slot.ready and now - slot.heard_at > pool.health_timeout_seconds:
             silence = (
                 f"{slot.name} at {slot.url} was silent for pool.health_timeout_seconds={pool.health_timeout_seconds:g}"
             )
             if slot.child is not None:
                 slot.child.stop()
-                self._lost(slot, silence, now, left)
+                self._lost(slot, silence + shown, now, left)
                 return
             self._control.warn(f"{silence}; it joins again when it answers")
-            self._leave(slot, left)
-            slot.renew(slot.url, started_at=now)
+            self._eject(slot, now, left)
         elif not slot.ready and not slot.overdue and now - slot.started_at > pool.start_timeout_seconds:
-            slot.overdue = True
-            shown = "" if slot.child is None else f"; its last lines are:\n{slot.child.tail()}"
             late = f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={pool.start_timeout_seconds:g}{shown}"
-            if slot.local or not any(other.serves for other in self._slots):
+            if slot.child is not None:
+                slot.child.stop()
+                self._lost(slot, late, now, left)
+                return
+            slot.overdue = True
+            if not any(other.may_serve for other in self._slots):
                 raise PoolFailed(late)
             self._control.warn(f"{late}; the run goes on without it")
+
+    def _eject(self, slot: Slot, now: float, left: list[str]) -> None:
+        """An external engine leaves, and may come back under another name."""
+        losses = slot.losses_by(now) + 1
+        self._leave(slot, left)
+        slot.renew(slot.url, losses=losses, started_at=now)
 
     def _leave(self, slot: Slot, left: list[str]) -> None:
         """The process that has this name is no longer of the pool."""

@@ -15,6 +15,9 @@ CPU_BLOCK_TOKENS = 32
 # An engine that served for so long before it was lost has its budget of restarts back.
 SERVICE_SECONDS = 3600.0
 LONGEST_DELAY = 60.0
+# Looks in a row at which an external engine that was lost before must answer to be believed, and at which one without a
+# version of its own must not answer to be taken for one that is being restarted.
+LOOKS_TO_RETURN, LOOKS_AWAY = 3, 3
 # What vLLM calls weights that were never updated.
 UNSTAMPED = "default"
 
@@ -23,8 +26,8 @@ UNSTAMPED = "default"
 class Slot:
     """`name` is of the process that is in it now, `lives` counts those before. Times are on the monotonic clock.
 
-    An external slot never has a `child`; a local one has none while its restart is due. `seen_away`: it failed to answer
-    since it broke. `overdue`: it did not start in time, and that was said.
+    An external slot never has a `child`; a local one has none while its restart is due. `answered` and `missed` count the
+    looks in a row that it answered and that it did not. `overdue`: it did not answer in time, and that was said.
     """
 
     number: int
@@ -41,7 +44,8 @@ class Slot:
     losses: int = 0
     broken: str | None = None
     stamp: str | None = None
-    seen_away: bool = False
+    answered: int = 0
+    missed: int = 0
     overdue: bool = False
     unwanted: bool = False
     load: EngineLoad | None = None
@@ -52,19 +56,36 @@ class Slot:
         """Whether it can be given weights and requests."""
         return self.ready and self.broken is None and not self.unwanted
 
+    @property
+    def may_serve(self) -> bool:
+        """Whether it serves or there is reason to wait for it."""
+        return self.serves or self.local or (self.broken is None and not self.unwanted and not self.overdue)
+
     def hear(self, look: Look, now: float) -> None:
         """It answered."""
-        if not self.ready:
-            self.ready, self.ready_at = True, now
+        self.answered, self.missed = self.answered + 1, 0
         self.heard_at = now
-        self.seen_away = False
+        if not self.ready and self.returns(now):
+            self.ready, self.ready_at = True, now
         self.stamp = look.stamp or self.stamp
         if look.load is not None:
             self.load_before, self.load = self.load, look.load
 
-    def has_lost_weights(self, stamp: str | None) -> bool:
-        """Whether it says that it was never refitted, though it was: then it is another process than before."""
-        return stamp == UNSTAMPED and self.stamp not in (None, UNSTAMPED)
+    def miss(self) -> None:
+        """It did not answer a look."""
+        self.answered, self.missed = 0, self.missed + 1
+
+    def returns(self, now: float) -> bool:
+        """Whether an engine that answers is believed to be back. A local one is another process, and its restart was late
+        enough; an external one may be neither."""
+        return self.local or is_back(self.losses, answered=self.answered, seconds=now - self.started_at)
+
+    def was_restarted(self, stamp: str | None) -> bool:
+        """Whether what answers with this stamp is another process than before, by all that can be known."""
+        if stamp == UNSTAMPED and self.stamp not in (None, UNSTAMPED):
+            return True
+        # One that broke in its first refit had no version that it could have lost.
+        return self.broken is not None and self.stamp in (None, UNSTAMPED) and self.missed >= LOOKS_AWAY
 
     def losses_by(self, now: float) -> int:
         """Losses that count against its budget."""
@@ -89,8 +110,15 @@ class Slot:
 
 
 def restart_delay(losses: int) -> float:
-    """Seconds before an engine is started again after so many losses in a row: 1, 2, 4, … 60."""
+    """Seconds before an engine is started again, or believed again, after so many losses in a row: 1, 2, 4, … 60."""
     return min(LONGEST_DELAY, 2.0 ** (losses - 1))
+
+
+def is_back(losses: int, *, answered: int, seconds: float) -> bool:
+    """Whether an engine that nobody here started may serve: at its first answer, but after `losses` only when it has
+    `answered` several looks in a row and so many `seconds` have gone by since the last loss that one which comes and goes
+    does so ever more rarely. Pure."""
+    return losses == 0 or (answered >= LOOKS_TO_RETURN and seconds >= restart_delay(losses))
 
 
 def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, port: int) -> EngineSpec:

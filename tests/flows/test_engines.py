@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from flows import engines as module
 from flows import probe, slots
 from flows.control import LocalControl, Signals
 from flows.engines import Engines, PoolFailed, pool_wish
+from flows.slots import LOOKS_AWAY, LOOKS_TO_RETURN
 from flows.supervise import Child
 from grpo_core.config import ExternalPool, LocalPool, RunConfig
 from grpo_core.rollout.launch import EngineCommand
@@ -142,17 +144,18 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(module, "WISH_SECONDS", 0.0)
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     with ExitStack() as stack:
 
-        def begin(pool: LocalPool | ExternalPool) -> Stage:
+        def begin(pool: LocalPool | ExternalPool, **sections: Any) -> Stage:
             said: list[str] = []
             control = LocalControl(Signals(), show=lambda progress: None, say=said.append)
             router = Pool()
-            config = RunConfig(pool=pool)
+            config = RunConfig(pool=pool, **sections)
             made = stack.enter_context(Engines(config, tmp_path, tmp_path, router, control))
             made.begin_attempt()
             return Stage(made, router, ObjectStore.open(str(tmp_path / "run")), said)
@@ -232,7 +235,25 @@ def test_an_external_engine_that_falls_silent_leaves_until_it_answers_again(
     made.until(lambda: made.left() == ["engine-0"])
     assert made.admitted() == {"engine-1"}
     silent.times = 0
+    answers = fakes[0].calls.count("/metrics")
     made.until(lambda: "engine-0-1" in made.joined())
+    assert fakes[0].calls.count("/metrics") - answers >= LOOKS_TO_RETURN
+
+
+def test_an_external_engine_that_broke_before_it_had_a_version_returns_only_after_a_real_absence(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes))
+    made.until(lambda: len(made.joined()) == 2)
+    made.engines.replace({"engine-1": "start: 500"})
+    hiccup = Fault("/health", "status", times=1, status=503)
+    fakes[1].faults.append(hiccup)
+    made.until(lambda: hiccup.times == 0)
+    looks = fakes[1].calls.count("/metrics")
+    made.until(lambda: fakes[1].calls.count("/metrics") > looks + 3)
+    assert "engine-1-1" not in made.joined()
+    fakes[1].faults.append(Fault("/health", "status", times=LOOKS_AWAY + 1, status=503))
+    made.until(lambda: "engine-1-1" in made.joined())
 
 
 def test_an_external_engine_that_a_refit_broke_is_refused_by_name_until_it_is_restarted(
@@ -328,25 +349,42 @@ def test_a_wish_that_cannot_be_meant_is_refused(add: list[str], remove: list[str
         pool_wish(add, remove)
 
 
+@pytest.mark.parametrize("stale_policy", ["drop", "wait"])
 def test_a_request_that_is_too_old_to_be_trained_on_is_ended_once(
-    stage: Callable[..., Stage], fakes: list[FakeEngine]
+    stage: Callable[..., Stage], fakes: list[FakeEngine], stale_policy: str
 ) -> None:
-    made = stage(external(fakes[:1]))
+    made = stage(external(fakes[:1]), grpo={"async_grpo": {"stale_policy": stale_policy}})
     made.until(lambda: made.joined() == ["engine-0"])
     made.refit("engine-0")
     fakes[0].calls.clear()
 
     async def run() -> None:
         async with made.router.engine(weight=1, deadline_seconds=0, request_id="r", since=Stamp(1, 0)):
-            made.engines.cancel_begun_before(0)
+            made.engines.cancel_overdue(0)
             for _ in range(3):
-                made.engines.cancel_begun_before(1)
+                made.engines.cancel_overdue(1)
             while "/abort_requests" not in fakes[0].calls:
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())
     aborted = [body for path, body in fakes[0].bodies if path == "/abort_requests"]
     assert aborted == [{"request_ids": ["generate-tokens-r"]}]
+
+
+def test_a_request_whose_next_token_can_be_trained_is_not_ended(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes[:1]))
+    made.until(lambda: made.joined() == ["engine-0"])
+    made.refit("engine-0")
+
+    async def run() -> None:
+        async with made.router.engine(weight=1, deadline_seconds=0, request_id="r", since=Stamp(1, 0)):
+            made.engines.cancel_overdue(9)
+
+    asyncio.run(run())
+    made.engines._prober._threads.shutdown()
+    assert "/abort_requests" not in fakes[0].calls
 
 
 def test_load_of_the_engines_becomes_metrics_and_evictions_become_a_limit(
@@ -380,7 +418,6 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 def test_a_local_engine_that_died_is_started_again_under_a_new_name(
     stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
     made = stage(local(max_restarts=2))
     made.until(lambda: made.joined() == ["engine-0"])
     for life in (1, 2):
@@ -388,8 +425,53 @@ def test_a_local_engine_that_died_is_started_again_under_a_new_name(
         made.until(lambda: made.joined()[-1] == f"engine-0-{life}")  # noqa: B023
     assert made.left() == ["engine-0", "engine-0-1"]
     os.kill(children(made.engines)[0].pid, signal.SIGKILL)
-    with pytest.raises(PoolFailed, match=r"(?s)engine 0 was lost 3 times, more than pool.max_restarts=2.*SIGKILL"):
+    with pytest.raises(
+        PoolFailed, match=r"(?s)no engine is left: engine 0 was lost 3 times, more than pool.max_restarts=2.*SIGKILL"
+    ):
         made.until(lambda: False)
+
+
+def test_the_run_goes_on_without_an_engine_whose_budget_is_spent(
+    stage: Callable[..., Stage], healthy: dict[str, bool]
+) -> None:
+    made = stage(local(engines=2, max_restarts=0))
+    made.until(lambda: len(made.joined()) == 2)
+    first, second = children(made.engines)
+    os.kill(first.pid, signal.SIGKILL)
+    made.until(lambda: made.left() == ["engine-0"])
+    assert any("The run goes on without it" in line and "SIGKILL" in line for line in made.said)
+    for _ in range(5):
+        made.round()
+    assert children(made.engines) == [second] and made.engines.all_ready()
+    os.kill(second.pid, signal.SIGKILL)
+    with pytest.raises(PoolFailed, match=r"(?s)no engine is left: engine 1 was lost 1 times.*SIGKILL"):
+        made.until(lambda: False)
+
+
+def test_an_engine_that_hangs_while_it_starts_is_killed_and_started_again_within_its_budget(
+    stage: Callable[..., Stage], healthy: dict[str, bool]
+) -> None:
+    made = stage(local(start_timeout_seconds=0.2, max_restarts=1))
+    made.until(lambda: made.joined() == ["engine-0"])
+    os.kill(children(made.engines)[0].pid, signal.SIGKILL)
+    healthy["healthy"] = False
+    made.until(lambda: made.left() == ["engine-0"] and bool(children(made.engines)))
+    (hung,) = children(made.engines)
+    with pytest.raises(PoolFailed, match=r"(?s)engine-0-1 at \S+ was not ready within pool.start_timeout_seconds=0.2"):
+        made.until(lambda: False)
+    assert hung.poll() is not None
+
+
+def test_a_first_start_that_hangs_is_tried_again_and_its_last_lines_are_shown(
+    stage: Callable[..., Stage], healthy: dict[str, bool]
+) -> None:
+    healthy["healthy"] = False
+    made = stage(local(start_timeout_seconds=2.0))
+    all_ready(made.engines)
+    made.until(lambda: any("was not ready within" in line for line in made.said))
+    assert "its last lines are:\nready\nIt is started again" in made.said[-1]
+    healthy["healthy"] = True
+    made.until(lambda: made.joined() == ["engine-0-1"])
 
 
 def test_a_local_engine_waits_before_it_is_started_again(
@@ -411,7 +493,6 @@ def test_a_local_engine_waits_before_it_is_started_again(
 def test_a_local_engine_that_falls_silent_is_killed_and_replaced(
     stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
     made = stage(local(health_timeout_seconds=0.2))
     made.until(lambda: made.joined() == ["engine-0"])
     (hung,) = children(made.engines)
@@ -426,7 +507,6 @@ def test_a_local_engine_that_falls_silent_is_killed_and_replaced(
 def test_a_local_engine_that_a_refit_broke_is_replaced(
     stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
     made = stage(local())
     made.until(lambda: made.joined() == ["engine-0"])
     made.engines.replace({"engine-0": "transfer: 500"})
