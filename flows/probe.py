@@ -83,7 +83,7 @@ def carried_stamp(url: str) -> str | None:
     """The version an engine says it carries; None when it gives no answer that says so."""
     try:
         return str(json.loads(text_of(f"{url}/weight_info") or "")["weight_version"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None  # it is dying, or not an engine any more; its process or the next refit tells
 
 

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -82,11 +83,11 @@ class EngineControl:
 
     def weight_stamp(self, deadline_seconds: float) -> str:
         """The stamp the engine samples with; `default` when it was never refitted."""
-        return str(self._get("/weight_info", deadline_seconds)["weight_version"])
+        return self._said("/weight_info", "weight_version", str, deadline_seconds)
 
     def world_size(self, deadline_seconds: float) -> int:
         """Workers of the engine: tensor, pipeline and data parallel."""
-        return int(self._get("/get_world_size", deadline_seconds)["world_size"])
+        return self._said("/get_world_size", "world_size", int, deadline_seconds)
 
     def score(
         self, token_ids: list[int], cache_salt: str, deadline_seconds: float, *, model: str | None = None
@@ -118,8 +119,11 @@ class EngineControl:
 
     def adapters(self, deadline_seconds: float) -> list[str]:
         """The loaded LoRA adapters."""
-        models = self._get("/v1/models", deadline_seconds).get("data", [])
-        return [str(model["id"]) for model in models if model.get("parent") is not None]
+        models = self._said("/v1/models", "data", list, deadline_seconds)
+        try:
+            return [str(model["id"]) for model in models if model.get("parent") is not None]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ControlError(f"engine {self.name}: GET /v1/models answered {str(models)[:100]!r}") from error
 
     def adapters_in_use(self, deadline_seconds: float) -> frozenset[str]:
         """The LoRA adapters that some request, running or waiting, names."""
@@ -139,8 +143,13 @@ class EngineControl:
         except requests.RequestException:
             return False
 
-    def _get(self, path: str, deadline_seconds: float) -> dict[str, Any]:
-        return self._object("GET", path, None, deadline_seconds)
+    def _said(self, path: str, key: str, kind: type[T], deadline_seconds: float) -> T:
+        """One value of the answer to a GET."""
+        answer = self._object("GET", path, None, deadline_seconds)
+        value = answer.get(key)
+        if not isinstance(value, kind):
+            raise ControlError(f"engine {self.name}: GET {path} answered {str(answer)[:100]!r}, without a {key}")
+        return value
 
     def _post(self, path: str, body: dict[str, Any] | None, deadline_seconds: float) -> dict[str, Any]:
         return self._object("POST", path, body, deadline_seconds)
@@ -149,7 +158,7 @@ class EngineControl:
         text = self._call(method, path, body, deadline_seconds)
         try:
             parsed = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ControlError(f"engine {self.name}: {method} {path} answered no JSON: {text[:100]!r}") from error
         if not isinstance(parsed, dict):
             raise ControlError(f"engine {self.name}: {method} {path} answered {text[:100]!r}, not an object")
@@ -171,7 +180,10 @@ class EngineControl:
 
 def parse_adapters_in_use(exposition: str) -> frozenset[str]:
     """The adapters that the newest sample of vLLM's `lora_requests_info` names; its value is when it was written."""
-    samples = [(float(match[3]), f"{match[1]},{match[2]}") for match in _ADAPTERS.finditer(exposition)]
+    samples = []
+    for match in _ADAPTERS.finditer(exposition):
+        with suppress(ValueError):
+            samples.append((float(match[3]), f"{match[1]},{match[2]}"))
     newest = max(samples, default=(0.0, ""))[1]
     return frozenset(name for name in newest.split(",") if name)
 

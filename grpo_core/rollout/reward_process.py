@@ -1,7 +1,7 @@
 """One reward worker as its parent sees it: groups go in, answers and ticks come out. All on one event loop.
 
 `call` ends with the answer, with RewardError for what is the group's own fault, or with WorkerLost when the process was
-lost and any of its groups may be to blame.
+lost and any of its groups may be to blame. A process that says what no worker says is ended, and so is lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -125,18 +125,27 @@ class RewardProcess:
     async def _read(self) -> None:
         """Take in what the process says, until its end."""
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            said = json.loads(line)
-            self._heard = time.monotonic()
-            if "id" in said:
-                self._settle(said)
-            elif not self._hello.done():
-                if "error" in said:
-                    self._refuse(RewardError(said["error"]))
-                else:
-                    self._hello.set_result(None)
+        try:
+            while line := await self._process.stdout.readline():
+                self._heard = time.monotonic()
+                self._hear(line)
+        except (ValueError, RecursionError) as error:
+            self._lose(WorkerLost(f"reward worker said what no worker says ({self._names}): {error}"))
         await self._process.wait()
         self._lose(WorkerLost(self._death()))
+
+    def _hear(self, line: bytes) -> None:
+        """Take in one line. Raise ValueError for nonsense."""
+        said = json.loads(line)
+        if not isinstance(said, dict):
+            raise ValueError(f"{line[:100]!r} is not an object")
+        if "id" in said:
+            self._settle(said)
+        elif not self._hello.done():
+            if "error" in said:
+                self._refuse(RewardError(str(said["error"])))
+            else:
+                self._hello.set_result(None)
 
     def _refuse(self, error: RewardError) -> None:
         """The functions cannot be used; whoever asks hears why."""
@@ -146,13 +155,16 @@ class RewardProcess:
         self._hello.exception()
 
     def _settle(self, said: dict[str, Any]) -> None:
-        answer = self._calls.get(said["id"])
+        number = said["id"]
+        answer = self._calls.get(number) if isinstance(number, int) else None
         if answer is None or answer.done():
             return
         if "error" in said:
-            answer.set_exception(RewardError(said["error"]))
+            answer.set_exception(RewardError(str(said["error"])))
         else:
-            answer.set_result(said["rewards"])
+            answer.set_result(
+                components_of(said.get("rewards"), [source.function for source in self._config.functions])
+            )
 
     def _lose(self, cause: WorkerLost) -> None:
         """The process is gone, or must go; all its groups hear why."""
@@ -179,6 +191,16 @@ class RewardProcess:
                 self._process.kill()
         async with asyncio.timeout(END_SECONDS):
             await self._reader
+
+
+def components_of(rewards: Any, names: Sequence[str]) -> Components:
+    """What a worker answered about one group: of each function a list of numbers and None. Raise ValueError."""
+    if not isinstance(rewards, dict) or rewards.keys() != set(names):
+        raise ValueError(f"{str(rewards)[:100]!r} are not the rewards of {', '.join(names)}")
+    for name, values in rewards.items():
+        if not isinstance(values, list) or not all(value is None or type(value) in (int, float) for value in values):
+            raise ValueError(f"{str(values)[:100]!r} are not rewards of {name}")
+    return {name: rewards[name] for name in names}
 
 
 @asynccontextmanager

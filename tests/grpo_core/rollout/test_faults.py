@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
+from grpo_core.refit.phases import ENGINE_FAILURES
 from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
 from grpo_core.rollout.wire import InvalidGeneration
 from grpo_core.trajectory import Turn, VersionSpan
@@ -62,6 +63,8 @@ FAULTS: dict[str, tuple[Fault, type[Exception], str]] = {
     "NaN as vLLM says it": (Fault(GENERATE, "clamped_logprob"), InvalidGeneration, "log-prob -9999"),
     "no version": (Fault(GENERATE, "wrong_version", version="default"), InvalidGeneration, "unstamped weights"),
     "missing version": (Fault(GENERATE, "missing_span"), InvalidGeneration, "stamped 0 of"),
+    "no token": (Fault(GENERATE, "empty"), InvalidGeneration, "before its first token"),
+    "nonsense": (Fault(GENERATE, "garbage", text="hm"), InvalidGeneration, "answered no JSON"),
 }
 
 
@@ -169,6 +172,25 @@ def test_a_control_call_ends_by_its_deadline_whatever_the_engine_does(
     with pytest.raises(ControlError, match=f"engine e0: .*{path}"):
         CALLS[path](EngineControl(EngineAddress("e0", engine.url)))
     assert time.monotonic() - began < 0.5 + 1
+
+
+ANSWERS: dict[str, Callable[[EngineControl], Any]] = {
+    "/weight_info": lambda engine: engine.weight_stamp(DEADLINE),
+    "/get_world_size": lambda engine: engine.world_size(DEADLINE),
+    "/v1/models": lambda engine: engine.adapters(DEADLINE),
+    "/collective_rpc": lambda engine: engine.call_workers("staged", DEADLINE),
+    GENERATE: lambda engine: engine.score([1, 2], "salt", DEADLINE),
+}
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_version": 3, "world_size": "x", "data": [3], "results": 3}', "[" * 100_000]
+)
+def test_a_control_call_whose_answer_is_none_is_the_engines_failure(engine: FakeEngine, path: str, text: str) -> None:
+    engine.faults.append(Fault(path, "garbage", text=text))
+    with pytest.raises(ENGINE_FAILURES):
+        ANSWERS[path](EngineControl(EngineAddress("e0", engine.url)))
 
 
 def test_the_key_of_the_environment_is_sent(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

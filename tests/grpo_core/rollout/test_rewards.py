@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -24,6 +25,7 @@ from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_s
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = "tests.grpo_core.rollout.sample_rewards"
+FUNCTION = RewardsConfig(functions=(RewardFunction(function="m:f"),), timeout_seconds=20)
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +149,71 @@ def test_a_hang_or_a_crash_is_an_error_and_the_worker_is_replaced(
         score(on_word, "a", "b", word=word)
     assert not psutil.pid_exists(before)
     assert pid(on_word) != before
+
+
+class Spoken:
+    """A process that says these lines once it is asked something, and then nothing."""
+
+    def __init__(self, *lines: bytes) -> None:
+        self.stdout = asyncio.StreamReader(limit=1000)
+        self.stdout.feed_data(b'{"ready": true}\n')
+        self.stdin = self
+        self.returncode: int | None = None
+        self._lines = lines
+        self._ended = asyncio.Event()
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, asked: bytes) -> None:
+        for line in self._lines:
+            self.stdout.feed_data(line + b"\n")
+
+    def kill(self) -> None:
+        self.returncode = -9
+        self.stdout.feed_eof()
+        self._ended.set()
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 900,
+        b"x" * 2000,
+        b'{"id": 1}',
+        b'{"id": 1, "rewards": [1.0]}',
+        b'{"id": 1, "rewards": {"m:other": [1.0]}}',
+        b'{"id": 1, "rewards": {"m:f": 1.0}}',
+        b'{"id": 1, "rewards": {"m:f": ["1.0"]}}',
+        b'{"id": 1, "rewards": {"m:f": [true]}}',
+    ],
+)
+def test_a_worker_that_says_nonsense_is_ended_and_its_groups_hear_of_it(line: bytes) -> None:
+    async def run() -> None:
+        process = Spoken(line)
+        worker = reward_process.RewardProcess(FUNCTION, process)  # type: ignore[arg-type]
+        with pytest.raises(reward_process.WorkerLost, match="said what no worker says"):
+            await worker.call({"completions": [[]]})
+        assert process.returncode == -9 and not worker.takes_calls
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_waits_for_is_passed_over() -> None:
+    async def run() -> dict[str, list[float | None]]:
+        process = Spoken(b'{"id": [1]}', b'{"id": 7, "rewards": 3}', b'{"id": 1, "rewards": {"m:f": [1.0, null]}}')
+        worker = reward_process.RewardProcess(FUNCTION, process)  # type: ignore[arg-type]
+        answer = await worker.call({"completions": [[], []]})
+        await worker.end()
+        return answer
+
+    assert asyncio.run(run()) == {"m:f": [1.0, None]}
 
 
 def test_a_worker_that_was_killed_while_idle_costs_no_group(on_word: RewardWorkers) -> None:
