@@ -97,9 +97,14 @@ class GenerationConfig(Section):
     )
     lease_prompts: PositiveInt | None = Field(None, description="Prompts of one lease; default: a quarter of a step's")
     flush_seconds: float = Field(2.0, gt=0, description="A part is committed at least this often while groups finish")
-    request_timeout_seconds: float = Field(300, gt=0, description="Longest time for one engine call")
+    request_timeout_seconds: float = Field(
+        300,
+        gt=0,
+        description="Longest time from sending a turn to an engine to its answer, with the wait for a place in the engine and the refits on the way; also what a refit without in_flight_weight_updates gives the requests to end",
+    )
     max_rollout_attempts: PositiveInt = Field(
-        3, description="Times an engine call, or a rollout whose environment failed, is tried before it fails for good"
+        3,
+        description="Times each of these is tried: a turn, on whatever engine; a rollout whose environment failed or that was cut off; a prompt whose leases failed or expired, or that was alone when the flow died",
     )
     min_group_members: int | None = Field(
         None,
@@ -157,7 +162,7 @@ class AsyncGRPOConfig(Section):
         10, description="Batches of groups in a row of which none can be trained, before the run stops with the cause"
     )
     in_flight_weight_updates: bool = Field(
-        True, description="Running requests are kept across a refit; otherwise they are drained first"
+        True, description="Running requests are kept across a refit, of adapters too; otherwise they are drained first"
     )
     recompute_kv_cache_after_weight_updates: bool = Field(
         True,

@@ -68,7 +68,7 @@ class RefitConfig(Section):
     )
     adapter_only: bool = Field(
         False,
-        description="With model.lora: move the adapter of each version instead of the weights it amounts to, without a pause; the backend moves the frozen weights once in an attempt",
+        description="With model.lora: move the adapter of each version instead of the weights it amounts to, without a pause while grpo.async_grpo.in_flight_weight_updates is true; the backend moves the frozen weights once in an attempt",
     )
     adapter_directory: Path | None = Field(
         None,
@@ -77,8 +77,10 @@ class RefitConfig(Section):
     every_steps: PositiveInt = Field(1, description="Optimizer steps from one version to the next")
     control_timeout_seconds: float = Field(60, gt=0, description="Longest time for one control call")
     transfer_timeout_seconds: float = Field(300, gt=0, description="Longest time for the transfer to one engine")
-    canary_tolerance: float = Field(
-        1e-4, gt=0, description="Largest log-prob difference (nats) between trainer and engine after a refit"
+    canary_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest log-prob difference between trainer and engine after a refit, nats for each nat that the token is worth; default: 1e-4 where wire and model are float32, 0.5 where one of them is bfloat16",
     )
 
 
@@ -186,10 +188,18 @@ class LocalPool(Section):
     host: str = Field(
         "127.0.0.1", description="The control routes are not authenticated: leave loopback only on a network you trust"
     )
-    port: int = Field(0, ge=0, le=65535, description="Of the first engine; 0: free ports")
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the first engine, the others have the next ones; 0: free ports. An engine that is started again gets a free one",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="What the engines compute on")
-    gpus: tuple[tuple[int, ...], ...] = Field((), description="GPU numbers of each engine; empty: all visible ones")
-    threads: PositiveInt = Field(1, description="CPU threads of each engine")
+    gpus: tuple[tuple[int, ...], ...] = Field(
+        (),
+        description="device=cuda: GPU numbers of each engine, tensor_parallel_size of them; empty: those that are visible to the flow, for one engine alone",
+    )
+    threads: PositiveInt = Field(1, description="device=cpu: threads of each of an engine's workers")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share one engine's layers")
     max_num_seqs: PositiveInt = Field(64, description="Sequences of one engine step; more requests wait in the engine")
     max_num_batched_tokens: PositiveInt = Field(
@@ -200,15 +210,24 @@ class LocalPool(Section):
     enforce_eager: bool = Field(False, description="Run without CUDA graphs: a faster start, slower tokens")
     extra_arguments: tuple[str, ...] = Field((), description="More arguments of `vllm serve`")
     start_timeout_seconds: float = Field(
-        600, gt=0, description="Longest time for an engine to start, and for a request to wait for one"
+        600,
+        gt=0,
+        description="Longest time for an engine to start, after which it is killed and started again, and for a request to wait while no engine serves",
     )
     health_timeout_seconds: float = Field(
         60, gt=0, description="An engine that is silent for longer is killed and started again"
     )
     max_restarts: int = Field(
-        3, ge=0, description="Losses of one engine, without an hour of service between them, before the run fails"
+        3,
+        ge=0,
+        description="Times one engine is started again without an hour of service in between; after that the run goes on without it, and fails when it was the last",
     )
     python: Path | None = Field(None, description="Interpreter of the engines, for an environment of its own")
+
+    @property
+    def longest_outage_seconds(self) -> float:
+        """How long no engine may serve before the pool itself has failed."""
+        return (1 + self.max_restarts) * self.start_timeout_seconds
 
     @model_validator(mode="after")
     def _one_set_each(self) -> LocalPool:
@@ -232,11 +251,18 @@ class ExternalPool(Section):
         description="Addresses of the engines; the key of their generation routes is VLLM_API_KEY of the environment",
     )
     start_timeout_seconds: float = Field(
-        600, gt=0, description="Longest time for an engine to answer, and for a request to wait for one"
+        600, gt=0, description="Longest time for an engine to answer, and for a request to wait while none serves"
     )
     health_timeout_seconds: float = Field(
-        60, gt=0, description="An engine that is silent for longer leaves the pool until it answers again"
+        60,
+        gt=0,
+        description="An engine that is silent for longer leaves the pool until it has answered for a while, longer after each time",
     )
+
+    @property
+    def longest_outage_seconds(self) -> float:
+        """How long no engine may serve before the pool itself has failed."""
+        return self.start_timeout_seconds
 
 
 class PrometheusSink(Section):

@@ -4,7 +4,9 @@
 
 Invariants:
 - A version is a new adapter with a name and a directory of its own, never a change of one that is loaded: requests in
-  flight end under the adapter they began with, so no engine is paused, and no cached prefix is another version's.
+  flight end under the adapter they began with, so no engine need be paused, and no cached prefix is another version's.
+- Where requests are to be drained first (`RefitSettings.pause_mode` is not keep), engines are paused around the loading,
+  and resumed whatever came of it: a failed load leaves no weights half-written.
 - The name is the stamp, and a request names its adapter: so who asks knows which policy answered, token by token.
 - An adapter is complete, finite and on disk before an engine hears of it; an engine that fails is reported as broken.
 - Under every adapter lies the base, the frozen weights of version 0, which an engine is given once in an attempt by an
@@ -23,8 +25,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +102,7 @@ def refit_adapter(
     control: Callable[[EngineAddress], EngineControl] = EngineControl,
 ) -> RefitResult:
     """Give `engines` the adapter called `stamp`, kept below `directory`, and first the `base` to those that lack it. Only
-    these are paused. `fence` raises Fenced when a newer attempt owns the run, and with it the engines.
+    these are paused, unless requests are to be drained. `fence` raises Fenced when a newer attempt owns the run, and with it the engines.
 
     Raises ManifestError before any engine hears of it when the adapter is not finite or not of one rank, and
     RefitFailed when no engine is left.
@@ -172,7 +175,8 @@ def _load_and_check(
         if name not in engine.adapters(settings.start_seconds):
             engine.load_adapter(name, str(path), settings.transfer_seconds)
 
-    phases.run("transfer", settings.start_seconds + settings.transfer_seconds, load)
+    with _drained(phases, settings):
+        phases.run("transfer", settings.start_seconds + settings.transfer_seconds, load)
     if canary is None:
         return
     places, tokens = canary.thinned(CANARY_PLACES), list(canary.token_ids)
@@ -188,6 +192,27 @@ def _load_and_check(
             return check_canary(engine.name, canary, list(threads.map(score, places)), places)
 
     check_engines(phases, check, settings, differences)
+
+
+@contextmanager
+def _drained(phases: Phases, settings: RefitSettings) -> Iterator[None]:
+    """While this lasts no engine samples, if requests are to be drained before a version changes."""
+    if settings.pause_mode == "keep":
+        yield
+        return
+    paused = list(phases.alive)
+    try:
+        # No cached prefix is another adapter's.
+        phases.run(
+            "pause",
+            settings.pause_seconds,
+            lambda engine: engine.pause(settings.pause_mode, False, settings.pause_seconds),
+        )
+        yield
+    finally:
+        phases.run(
+            "resume", settings.resume_seconds, lambda engine: engine.resume(settings.resume_seconds), names=paused
+        )
 
 
 def write_adapter(adapter: Adapter, directory: Path) -> Path:

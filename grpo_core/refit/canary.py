@@ -21,8 +21,8 @@ class CanaryFailed(RuntimeError):
 class Canary:
     """`logprobs[i]` is the trainer's log-prob (nats, temperature 1) of `token_ids[i + 1]` given those before it.
 
-    `tolerance` bounds the difference per nat (absolute up to one nat): 1e-4 in float32; in lower precision a few
-    times the difference that a correct engine shows.
+    `tolerance` bounds the difference per nat (absolute up to one nat): in float32 1e-4, in lower precision a few times the
+    difference that a correct engine shows (`RunConfig.canary_tolerance`).
     """
 
     token_ids: tuple[int, ...]

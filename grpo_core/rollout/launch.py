@@ -106,6 +106,8 @@ def _arguments(spec: EngineSpec, python: str) -> list[str]:
         arguments.append("--no-enable-chunked-prefill")
     arguments += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
     arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    # A canary does not wait behind the requests that wait; requests among themselves keep their order.
+    arguments += ["--scheduling-policy", "priority"]
     arguments += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": spec.transfer})]
     if spec.transfer == "store":

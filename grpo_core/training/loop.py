@@ -107,7 +107,7 @@ def _refit(rank: Rank, command: Refit) -> RefitResult | RefitFailed | None:
     if rank.config.refit.adapter_only:
         return _refit_adapter(rank, command)
     tensors = gather_merged(rank.policy.language_model, **_wire(rank), keep=dist.get_rank() == 0)
-    canary = _canary(rank, rank.config.refit.canary_tolerance)
+    canary = _canary(rank)
     if rank.transfer is None:
         return None
     try:
@@ -136,7 +136,7 @@ def _refit_adapter(rank: Rank, command: Refit) -> RefitResult | RefitFailed | No
     model, lacking = rank.policy.language_model, shared[0]
     tensors = gather_base(model, **_wire(rank), keep=first) if lacking else []
     layers = gather_adapters(model, dtype=getattr(torch, config.wire_dtype), device="cpu", keep=first)
-    canary = _canary(rank, config.refit.canary_tolerance)
+    canary = _canary(rank)
     if rank.transfer is None:
         return None
     try:
@@ -182,7 +182,7 @@ def refit_settings(config: RunConfig) -> RefitSettings:
     )
 
 
-def _canary(rank: Rank, tolerance: float) -> Canary:
+def _canary(rank: Rank) -> Canary:
     """The trainer's own log-probs of the canary text; a forward pass of all ranks."""
     tokens = rank.canary
     ids = torch.tensor([tokens], device=rank.device)
@@ -194,4 +194,4 @@ def _canary(rank: Rank, tolerance: float) -> Canary:
         ).logprobs
     # Without a backward pass the root's parameters would stay gathered and be mistaken for the shards.
     rank.policy.reshard()  # type: ignore[operator]
-    return Canary(tokens, tuple(logprobs.float().cpu().tolist()), tolerance)
+    return Canary(tokens, tuple(logprobs.float().cpu().tolist()), rank.config.canary_tolerance)

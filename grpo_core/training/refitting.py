@@ -38,7 +38,7 @@ class Refitting:
         self._fence = fence
         self._stopping = stopping
         self._report = report
-        self._limit = config.pool.start_timeout_seconds + config.refit.transfer_timeout_seconds
+        self._limit = config.pool.longest_outage_seconds + config.refit.transfer_timeout_seconds
         self.distrusted: dict[str, int] = {}
         self._engines: dict[str, EngineAddress] = {}
         self._carrying: set[str] = set()

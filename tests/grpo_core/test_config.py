@@ -272,3 +272,21 @@ def test_the_kind_of_a_pool_decides_its_keys() -> None:
 def test_rewards_may_come_from_the_environment_alone() -> None:
     config = parse({"rewards": {"functions": []}, "environment": {"kind": "reasoning_gym"}}, where="x")
     assert config.rewards.functions == () and config.environment.kind == "reasoning_gym"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "asked", "tolerance"),
+    [
+        ("float32", "float32", None, 1e-4),
+        ("float32", "bfloat16", None, 0.5),
+        ("bfloat16", "float32", None, 0.5),
+        ("bfloat16", "bfloat16", None, 0.5),
+        ("bfloat16", "bfloat16", 0.01, 0.01),
+        ("float32", "float32", 0.01, 0.01),
+    ],
+)
+def test_the_canary_is_as_strict_as_the_coarsest_precision_allows(
+    dtype: str, wire: str, asked: float | None, tolerance: float
+) -> None:
+    values = {"model": {"dtype": dtype}, "refit": {"wire_dtype": wire, "canary_tolerance": asked}}
+    assert parse(values, where="test").canary_tolerance == tolerance

@@ -26,7 +26,7 @@ from grpo_core.refit.adapters import (
 )
 from grpo_core.refit.canary import Canary
 from grpo_core.refit.control import EngineAddress, EngineControl, parse_adapters_in_use
-from grpo_core.refit.coordinator import RefitFailed, RefitResult
+from grpo_core.refit.coordinator import RefitFailed, RefitResult, RefitSettings
 from grpo_core.refit.digest import ManifestError
 from grpo_core.refit.transfer import TransferError, Weights
 from grpo_core.trajectory import Stamp
@@ -48,9 +48,15 @@ def pool() -> Iterator[list[FakeEngine]]:
         yield [stack.enter_context(FakeEngine(seconds_per_token=0.01)) for _ in range(2)]
 
 
-def refit(pool: list[FakeEngine], version: int, directory: Path, canary: Canary | None = CANARY) -> RefitResult:
+def refit(
+    pool: list[FakeEngine],
+    version: int,
+    directory: Path,
+    canary: Canary | None = CANARY,
+    settings: RefitSettings = SETTINGS,
+) -> RefitResult:
     addresses = [EngineAddress(f"e{number}", engine.url) for number, engine in enumerate(pool)]
-    return refit_adapter(adapter(), addresses, Stamp(1, version), directory, SETTINGS, canary=canary)
+    return refit_adapter(adapter(), addresses, Stamp(1, version), directory, settings, canary=canary)
 
 
 def test_engines_load_a_version_beside_the_others_without_a_pause(pool: list[FakeEngine], tmp_path: Path) -> None:
@@ -67,6 +73,42 @@ def test_engines_load_a_version_beside_the_others_without_a_pause(pool: list[Fak
         assert sorted(body["token_ids"] for body in asked) == [[1], [1, 2]]
         # A score of the whole prompt would kill an engine on CPUs that has other requests.
         assert not any("prompt_logprobs" in body["sampling_params"] for body in asked)
+
+
+def test_requests_end_before_a_version_is_loaded_where_they_are_to_be_drained(
+    pool: list[FakeEngine], tmp_path: Path
+) -> None:
+    refit(pool, 0, tmp_path)
+    running: list[int] = []
+    control = pool[0]._control
+
+    def noting(path: str, *arguments: Any) -> Any:
+        running.extend([pool[0]._running] * (path == "/v1/load_lora_adapter"))
+        return control(path, *arguments)
+
+    pool[0]._control = noting  # type: ignore[method-assign]
+    body = {"token_ids": [1], "model": "1.0", "sampling_params": {"max_tokens": 30, "seed": 1}}
+    request = threading.Thread(target=lambda: requests.post(pool[0].url + GENERATE, json=body, timeout=30))
+    request.start()
+    while pool[0].calls.count(GENERATE) < 1 + len(CANARY.logprobs):
+        pass
+    pool[0].calls.clear()
+    result = refit(pool, 1, tmp_path, settings=replace(SETTINGS, pause_mode="wait"))
+    request.join(30)
+    assert (result.refitted, running) == (("e0", "e1"), [0])
+    assert pool[0].calls[:4] == ["/pause", "/v1/models", "/v1/load_lora_adapter", "/resume"]
+    assert [body for path, body in pool[0].bodies if path == "/pause"] == [{"mode": "wait", "clear_cache": "false"}]
+    assert not pool[0].is_paused
+
+
+@pytest.mark.parametrize(("path", "phase"), [("/pause", "pause"), ("/v1/load_lora_adapter", "transfer")])
+def test_drained_engines_are_resumed_whatever_came_of_the_loading(
+    pool: list[FakeEngine], tmp_path: Path, path: str, phase: str
+) -> None:
+    pool[1].faults.append(Fault(path, "status"))
+    result = refit(pool, 0, tmp_path, settings=replace(SETTINGS, pause_mode="wait"))
+    assert (result.refitted, [(broken.name, broken.phase) for broken in result.broken]) == (("e0",), [("e1", phase)])
+    assert [engine.calls.count("/resume") for engine in pool] == [1, 1]
 
 
 def test_the_newest_adapters_stay_and_the_others_go(pool: list[FakeEngine], tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from grpo_core.refit import phases
@@ -209,6 +211,28 @@ def test_engine_that_fails_the_canary_is_stopped(pool: list[FakeEngine], score: 
     assert result.refitted == ("e1", "e2")
     assert pool[0].is_paused
     assert "e0" not in result.canary
+
+
+def test_canary_does_not_wait_behind_the_requests_that_wait() -> None:
+    with FakeEngine(max_num_seqs=2, seconds_per_token=0.005) as engine, ThreadPoolExecutor(20) as threads:
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 20, "seed": 1}}
+        backlog = [threads.submit(requests.post, engine.url + GENERATE, json=body, timeout=60) for _ in range(20)]
+        while engine.calls.count(GENERATE) < 20:
+            time.sleep(0.001)
+        assert refit([engine]).refitted == ("e0",)
+        assert sum(request.done() for request in backlog) < 18
+
+
+def test_an_engine_that_a_dead_trainer_left_half_written_is_not_resumed(pool: list[FakeEngine]) -> None:
+    """vLLM refuses a second update; the engine stays paused until it is replaced."""
+    control = EngineControl(EngineAddress("e1", pool[1].url))
+    control.pause("keep", True, 5)
+    control.start(5)
+    pool[1].calls.clear()
+    result = refit(pool)
+    assert result.refitted == ("e0", "e2")
+    assert broken(result) == {"e1": "start"}
+    assert "/resume" not in pool[1].calls and pool[1].is_paused
 
 
 def test_refit_of_no_engine_left_names_engine_phase_and_cause(pool: list[FakeEngine]) -> None:

@@ -41,6 +41,7 @@ def test_cpu_engine_is_started_as_a_module_with_all_that_exactness_needs() -> No
     assert value(command.arguments, "--host") == "127.0.0.1"
     assert value(command.arguments, "--logprobs-mode") == "processed_logprobs"
     assert value(command.arguments, "--generation-config") == "vllm"
+    assert value(command.arguments, "--scheduling-policy") == "priority"
     assert value(command.arguments, "--weight-transfer-config") == '{"backend": "gloo"}'
     assert value(command.arguments, "--kv-cache-memory-bytes") == "33554432"
     assert value(command.arguments, "--seed") == "101"
