@@ -80,7 +80,7 @@ class RefitConfig(Section):
     canary_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Largest log-prob difference between trainer and engine after a refit, nats for each nat that the token is worth; default: 1e-4 where wire and model are float32, 0.5 where one of them is bfloat16",
+        description="Largest difference between trainer and engine on a fixed text after a refit, nats for each nat of a token's log-prob; default: 1e-4 where all is float32, 0.1 where only the wire is bfloat16, 0.3 where model.dtype is",
     )
 
 
