@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import logprobs, losses, packing, resume, scheduling, store
+from benchmarks import detection, logprobs, losses, packing, resume, scheduling, store
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -19,6 +19,7 @@ def main() -> None:
         "logprobs": logprobs.measure,
         "losses": losses.measure,
         "resume": resume.table,
+        "detection": detection.measure,
     }
     for name, measure in measures.items():
         rows = measure()
