@@ -225,7 +225,7 @@ def external_detection(name: str, break_: Callable[[FakeEngine], None], deadline
     with ExitStack() as stack:
         fakes = [stack.enter_context(FakeEngine()) for _ in range(2)]
         pool = ExternalPool(urls=tuple(fake.url for fake in fakes), health_timeout_seconds=HEALTH)
-        watch = stack.enter_context(watched(pool))
+        watch = stack.enter_context(watched(pool, []))
         watch(lambda joined, left: len(joined) == 2)
         for fake in fakes:
             fake.version = "1.0"
@@ -275,11 +275,10 @@ class Watch:
 
 
 @contextmanager
-def watched(pool: LocalPool | ExternalPool, said: list[str] | None = None) -> Iterator[Watch]:
+def watched(pool: LocalPool | ExternalPool, said: list[str]) -> Iterator[Watch]:
     """The engines of a pool under a store of their own. What people are told goes to `said`."""
-    say = [].append if said is None else said.append
     with tempfile.TemporaryDirectory() as directory:
-        control = LocalControl(Signals(), show=lambda progress: None, say=say)
+        control = LocalControl(Signals(), show=lambda progress: None, say=said.append)
         with Engines(RunConfig(pool=pool), Path(directory), Path(directory), Pool(), control) as engines:
             engines.begin_attempt()
             yield Watch(engines, ObjectStore.open(f"{directory}/run"))
