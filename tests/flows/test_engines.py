@@ -250,7 +250,7 @@ def test_an_external_engine_that_broke_before_it_had_a_version_returns_only_afte
     fakes[1].faults.append(hiccup)
     made.until(lambda: hiccup.times == 0)
     looks = fakes[1].calls.count("/metrics")
-    made.until(lambda: fakes[1].calls.count("/metrics") > looks + 3)
+    made.until(lambda: fakes[1].calls.count("/metrics") > looks + 3 * LOOKS_TO_RETURN)
     assert "engine-1-1" not in made.joined()
     fakes[1].faults.append(Fault("/health", "status", times=LOOKS_AWAY + 1, status=503))
     made.until(lambda: "engine-1-1" in made.joined())

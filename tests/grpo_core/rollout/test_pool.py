@@ -252,8 +252,8 @@ def test_who_waits_hears_at_once_that_an_engine_is_there(monkeypatch: pytest.Mon
     monkeypatch.setattr(pool_module, "WAIT_SECONDS", 1e6)
     made = pool("a", live=())
     with ThreadPoolExecutor() as threads:
-        waiting = [threads.submit(asyncio.run, take(made, seconds=1e9)) for _ in range(2)]
+        waiting = [threads.submit(asyncio.run, asyncio.wait_for(take(made, seconds=1e9), 20)) for _ in range(2)]
         while made.waiting() < 2:
             time.sleep(0.001)
         made.admit("a")
-        assert [request.result(20) for request in waiting] == ["a", "a"]
+        assert [request.result() for request in waiting] == ["a", "a"]
