@@ -278,29 +278,34 @@ class Engines:
             raise PoolFailed(f"{slot.name} at {slot.url} was the last engine of the pool; add one before you remove it")
 
     def _check_silence(self, slot: Slot, now: float, left: list[str]) -> None:
-        """Give up an engine that does not answer."""
+        """Give up an engine that does not answer. One that broke is out already, and only a restart mends it."""
         pool = self._config.pool
-        shown = "" if slot.child is None else f"; its last lines are:\n{slot.child.tail()}"
+        if slot.broken is not None:
+            return
         if slot.ready and now - slot.heard_at > pool.health_timeout_seconds:
             silence = (
                 f"{slot.name} at {slot.url} was silent for pool.health_timeout_seconds={pool.health_timeout_seconds:g}"
             )
             if slot.child is not None:
-                slot.child.stop()
-                self._lost(slot, silence + shown, now, left)
+                self._kill(slot, slot.child, silence, now, left)
                 return
             self._control.warn(f"{silence}; it joins again when it answers")
             self._eject(slot, now, left)
         elif not slot.ready and not slot.overdue and now - slot.started_at > pool.start_timeout_seconds:
-            late = f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={pool.start_timeout_seconds:g}{shown}"
+            late = f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={pool.start_timeout_seconds:g}"
             if slot.child is not None:
-                slot.child.stop()
-                self._lost(slot, late, now, left)
+                self._kill(slot, slot.child, late, now, left)
                 return
             slot.overdue = True
             if not any(other.may_serve for other in self._slots):
                 raise PoolFailed(late)
             self._control.warn(f"{late}; the run goes on without it")
+
+    def _kill(self, slot: Slot, child: Child, cause: str, now: float, left: list[str]) -> None:
+        """End a process that is of no use any more; the next one takes its place."""
+        shown = child.tail()
+        child.stop()
+        self._lost(slot, f"{cause}; its last lines are:\n{shown}", now, left)
 
     def _eject(self, slot: Slot, now: float, left: list[str]) -> None:
         """An external engine leaves, and may come back under another name."""

@@ -276,6 +276,26 @@ def test_an_external_engine_that_a_refit_broke_is_refused_by_name_until_it_is_re
         made.engines.replace({"engine-0": "finish: 500", "engine-1-1": "finish: 500"})
 
 
+def test_silence_does_not_mend_an_external_engine_that_a_refit_broke(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    made = stage(external(fakes, health_timeout_seconds=0.1))
+    made.until(lambda: len(made.joined()) == 2)
+    fakes[1].version = "1.0"
+    made.until(lambda: made.engines._slots[1].stamp == "1.0")
+    made.engines.replace({"engine-1": "transfer: the link broke"})
+    silent = Fault("/health", "status", times=10**6, status=503)
+    fakes[1].faults.append(silent)
+    gone = time.monotonic() + 0.3
+    made.until(lambda: time.monotonic() > gone)
+    silent.times = 0
+    looks = fakes[1].calls.count("/metrics")
+    made.until(lambda: fakes[1].calls.count("/metrics") > looks + 3 * LOOKS_TO_RETURN)
+    assert "engine-1-1" not in made.joined()
+    fakes[1].restart()
+    made.until(lambda: "engine-1-1" in made.joined())
+
+
 def test_an_external_engine_that_never_answers_keeps_nobody_waiting(
     stage: Callable[..., Stage], fakes: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
