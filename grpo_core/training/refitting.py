@@ -56,7 +56,7 @@ class Refitting:
 
     def refit(self, stamp: Stamp, step: int, last_lease: int) -> Generator[Command, Any, None]:
         """Bring every engine of the pool that lacks them to the weights after `step`; wait for an engine while none has
-        them. Raises TrainerStuck when none took them in the time that an engine has to start and to load."""
+        them. Raises TrainerStuck when none took them in the time that the pool has to bring one and that one to load."""
         began = progress = time.monotonic()
         if step != self._step:
             self._carrying.clear()
