@@ -176,6 +176,7 @@ def test_a_bad_answer_is_made_again_alone_and_elsewhere_with_a_seed_of_its_own(
     shared, alone = derived_seed(0, 5, 0), derived_seed(0, 5, 0, 0, 1)
     assert [(sampling["n"], sampling["seed"]) for sampling in asked] == [(4, shared), (1, alone)]
     assert [row["seed"] for row in rows] == [alone, shared, shared, shared]
+    assert {(row["failed_requests"], row["discarded_tokens"]) for row in rows} == {(1, 0)}
 
 
 def test_a_rollout_whose_answers_stay_bad_fails_for_good_and_leaves_its_siblings(
