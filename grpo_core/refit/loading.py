@@ -12,16 +12,27 @@ from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 
 def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Open the model for loading and load it; from here to `finish` no forward pass may run."""
+    _forget_kernels_of_experts(model)
     initialize_layerwise_reload(model)
     model.load_weights(iter(weights))
 
 
 def finish(model: Any, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
+
+
+def _forget_kernels_of_experts(model: Any) -> None:
+    """On CPUs vLLM 0.32 packs the experts of a layer only when it first makes the kernel that multiplies them; without
+    this, a later load would leave them as they came, and the kernel would read them as if they were packed."""
+    for module in model.modules() if current_platform.is_cpu() else ():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def checkpoint_directory(model_config: Any) -> Path:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.config import RunConfig
-from grpo_core.training.lora import add_adapters, gather_merged
+from grpo_core.training.lora import add_adapters, merge_adapters
 from storage import layout
 from storage.checkpoints import verify
 from storage.objects import ObjectStore
@@ -44,9 +44,7 @@ def export(store: ObjectStore, attempt: int, step: int, policy: Path, output: Pa
             store.download(prefix, directory)
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
     if config.model.lora is not None:
-        merged = dict(gather_merged(model, dtype=torch.float32, device="cpu", keep=True))
-        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
-        model.load_state_dict(merged, strict=False)
+        merge_adapters(model)
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(policy, local_files_only=True).save_pretrained(output)
 

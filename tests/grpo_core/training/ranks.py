@@ -43,7 +43,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
 OLDEST = 1
 CONFIG = RunConfig.model_validate({"model": {"dtype": "float32"}, "sampling": {"temperature": 0.9}})
-LORA = {"rank": 4, "alpha": 16.0, "target_modules": ["q_proj", "down_proj"]}
+LORA: dict[str, Any] = {"rank": 4, "alpha": 16.0, "target_modules": ["q_proj", "down_proj"]}
 
 
 def run(world: int, work: Callable[..., Any], *arguments: Any, deadline: float = 120) -> list[Any]:
@@ -392,9 +392,9 @@ def old_logprobs(directory: Path) -> dict[str, Any]:
     }
 
 
-def adapted(directory: Path, output: Path) -> dict[str, Any]:
+def adapted(directory: Path, output: Path, lora: dict[str, Any] = LORA) -> dict[str, Any]:
     """Two steps with adapters; merged weights and adapters as they leave, and log-probs of the policy that has them."""
-    learner = Learner(directory, {"model": {"lora": LORA}})
+    learner = Learner(directory, {"model": {"lora": lora}})
     row = make_rows(1, seed=7)[0]
     for number in (1, 2):
         learner.step(number)

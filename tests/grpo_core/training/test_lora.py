@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_core.config import LoRAConfig
 from grpo_core.refit.adapters import Adapter, write_adapter
-from grpo_core.training.lora import add_adapters, gather_adapters, gather_merged, is_adapter, without_adapters
-from tests.grpo_core import tiny
+from grpo_core.refit.digest import checkpoint_shapes
+from grpo_core.training.lora import (
+    AdapterError,
+    adapter_weights,
+    add_adapters,
+    gather_adapters,
+    gather_base,
+    gather_merged,
+    is_adapter,
+    merge_adapters,
+    without_adapters,
+)
+from tests.grpo_core import experts, tiny
 from tests.grpo_core.training import ranks
 
 
@@ -75,6 +89,18 @@ def test_adapters_leave_as_a_file_that_peft_reads(policy: Path, outcomes: dict, 
     assert logprobs(model) == pytest.approx(answers[0]["logprobs"], abs=1e-5)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_sharded_experts_leave_as_files_that_transformers_reads(tmp_path: Path, world: int) -> None:
+    directory, output = experts.make(tmp_path / "experts"), tmp_path / "output"
+    output.mkdir()
+    (answer, *_) = ranks.run(world, ranks.adapted, directory, output, {"rank": 4})
+    merged = load(output / "merged.npz")
+    assert {name: tuple(weight.shape) for name, weight in merged.items()} == checkpoint_shapes(directory)
+    save_file(merged, directory / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert logprobs(model) == pytest.approx(answer["logprobs"], abs=1e-5)
+
+
 def test_ranks_draw_the_same_adapters(outcomes: dict) -> None:
     one, two = (load(outcomes[world][1] / "adapters.npz") for world in (1, 2))
     assert one.keys() == two.keys()
@@ -119,3 +145,73 @@ def test_a_model_without_adapters_leaves_as_it_is(policy: Path) -> None:
     merged = dict(gather_merged(model, dtype=torch.float32, device="cpu", keep=True))
     assert merged.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
     assert gather_adapters(model, dtype=torch.float32, device="cpu", keep=True) == {}
+
+
+WIRE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "keep": True}
+
+
+def adapted_mixture(directory: Path) -> PreTrainedModel:
+    """A model with adapters that say something."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    add_adapters(model, LoRAConfig(rank=2), seed=0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if is_adapter(name):
+                value.fill_(0.1)
+    return model
+
+
+@pytest.mark.parametrize("family", experts.CONFIGS)
+def test_experts_stay_as_they_are_and_leave_as_in_the_checkpoint(tmp_path: Path, family: str) -> None:
+    directory = experts.make(tmp_path / family, family)
+    disk, model = checkpoint_shapes(directory), adapted_mixture(directory)
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    base, merged = dict(gather_base(model, **WIRE)), dict(gather_merged(model, **WIRE))
+    for weights in (base, merged):
+        assert {name: tuple(weight.shape) for name, weight in weights.items()} == disk
+    assert all(torch.equal(base[name], weight) for name, weight in gather_merged(plain, **WIRE))
+    adapted = {f"{name}.weight" for name in gather_adapters(model, **WIRE)}
+    assert {name for name in merged if not torch.equal(merged[name], base[name])} == adapted
+    assert {name.split(".")[-2] for name in adapted} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not [name for name in adapted if ".experts." in name]
+
+
+def test_merged_adapters_are_in_the_weights_of_a_plain_model(tmp_path: Path) -> None:
+    directory = experts.make(tmp_path / "glm4_moe", "glm4_moe")
+    model = adapted_mixture(directory)
+    expected = logprobs(model)
+    merge_adapters(model)
+    model.save_pretrained(tmp_path / "merged")
+    assert checkpoint_shapes(tmp_path / "merged") == checkpoint_shapes(directory)
+    assert logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("embed_tokens", "model.embed_tokens is no linear layer (Embedding)"),
+        ("experts", "model.layers.0.mlp.experts is no linear layer (Qwen3MoeExperts)"),
+        ("proj", "the qwen3_moe model has no layer of that name"),
+        ("down_proj", "the qwen3_moe model has no layer of that name"),
+    ],
+)
+def test_what_is_no_linear_layer_gets_no_adapter(tmp_path: Path, target: str, message: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(experts.make(tmp_path / "experts"))
+    with pytest.raises(AdapterError, match=re.escape(f"names {target}, but {message}; name some of k_proj, o_proj,")):
+        add_adapters(model, LoRAConfig(target_modules=("q_proj", target)), seed=0)
+
+
+def test_a_head_of_another_name_gets_no_adapter(policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    model.other_head = model.lm_head
+    model.set_output_embeddings(model.other_head)
+    with pytest.raises(AdapterError, match="lm_head is the output head; name some of"):
+        add_adapters(model, LoRAConfig.model_construct(target_modules=("lm_head",)), seed=0)
+
+
+def test_layers_may_be_meant_by_their_full_names(policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    add_adapters(model, LoRAConfig(rank=2, target_modules=("layers.1.self_attn.q_proj", "v_proj")), seed=0)
+    wanted = {"model.layers.1.self_attn.q_proj", *(f"model.layers.{layer}.self_attn.v_proj" for layer in (0, 1))}
+    assert gather_adapters(model, **WIRE).keys() == wanted
+    assert adapter_weights(model) == 2 * (64 + 128) + 2 * 2 * (64 + 64)

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_core.objective.diagnostics import RATIO_EXTREMES
-from tests.grpo_core import tiny
+from tests.grpo_core import experts, tiny
 from tests.grpo_core.training import ranks
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -133,34 +131,16 @@ LEARNING: dict[str, dict[str, Any]] = {
     "frozen copy": {"config": {"objective": {"beta": 0.5}}},
     "adapters": {"config": {"model": {"lora": ranks.LORA}, "objective": {"beta": 0.5}}},
     "experts": {"config": EXPERTS, "policy": "experts"},
+    "experts, adapters": {"config": {"model": {"lora": {"rank": 4}}}, "policy": "experts"},
     "experts, small rows": {"config": EXPERTS | {"packing": {"share_prefixes": False}}, "policy": "experts"},
 }
 
 
-def make_experts(directory: Path) -> str:
-    config = Qwen3MoeConfig(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    return str(directory)
-
-
 @pytest.fixture(scope="module")
 def learnt(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
-    experts = make_experts(tmp_path_factory.mktemp("policy") / "experts")
+    mixture = str(experts.make(tmp_path_factory.mktemp("policy") / "experts"))
     scenarios = {
-        name: scenario | ({"policy": experts} if "policy" in scenario else {}) for name, scenario in LEARNING.items()
+        name: scenario | ({"policy": mixture} if "policy" in scenario else {}) for name, scenario in LEARNING.items()
     }
     made = {}
     for world in (1, 2):
