@@ -214,9 +214,14 @@ def packed_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query [1, heads, tokens, width] to key and value [1, kv_heads, tokens, width], as transformers calls
-    it. Raises AttentionError for attention sinks and soft-capped scores."""
-    if s_aux is not None or softcap is not None:
-        part = "attention sinks" if s_aux is not None else f"soft-capped attention scores (softcap {softcap})"
+    it. Raises AttentionError for attention sinks, soft-capped scores and a mask of the model's own."""
+    parts = {
+        "attention sinks": s_aux is not None,
+        f"soft-capped attention scores (softcap {softcap})": softcap is not None,
+        "an attention mask of its own": attention_mask is not None,
+    }
+    if any(parts.values()):
+        part = next(name for name, present in parts.items() if present)
         raise AttentionError(f"{type(module).__name__} has {part}, which packed attention lacks; choose another model")
     output = packing.layout.attend(query, key, value, scale=scaling, dropout=dropout, window=sliding_window)
     return output.unsqueeze(0), None

@@ -7,8 +7,10 @@ Nothing in it is random: two forward passes of the same weights give the same lo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,10 @@ from grpo_core.training.lora import add_adapters
 
 # What a layer may do with the tokens before it. Others carry a state along the row, across its sequences.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Two sequences of so many tokens are scored at load. What is computed alike differs by 1e-5 nats in float32; what is not
+# has differed by 0.02 nats and more. The mean is what counts, since one token may be sent to another expert by rounding.
+CHECKED_TOKENS = 16
+CHECKED_NATS = 0.005
 
 
 class PolicyError(ValueError):
@@ -46,9 +52,8 @@ class Policy(nn.Module):
         super().__init__()
         self.language_model: PreTrainedModel = language_model
         self._temperature = temperature
-        config = language_model.config
-        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale = logit_scale(language_model.config)
+        self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
         self._asks = {"output_router_logits": True} if router_logits else {}
 
     def forward(
@@ -97,6 +102,7 @@ def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
 def load_policy(directory: Path, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
     """The policy of a Hugging Face directory, sharded over `mesh` layer by layer. Raises PolicyError."""
     language_model = load_language_model(directory, torch.float32)
+    check_scores(language_model)
     routed = config.model.router_aux_loss_coefficient > 0
     if routed and getattr(language_model.config, "num_experts_per_tok", None) is None:
         raise PolicyError(
@@ -116,9 +122,14 @@ def load_policy(directory: Path, config: RunConfig, *, mesh: DeviceMesh) -> Poli
 
 def load_language_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a directory, with attention over packed sequences. Raises PolicyError."""
-    language_model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=NAME, local_files_only=True
-    )
+    try:
+        language_model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=NAME, local_files_only=True
+        )
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise PolicyError(f"the model in {directory} has attention of its own kind; choose another model") from error
     kinds = set(getattr(language_model.config, "layer_types", None) or ())
     if foreign := sorted(kinds - ATTENTION_LAYERS):
         raise PolicyError(
@@ -126,6 +137,58 @@ def load_language_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             "leak from one packed sequence into the next; choose a model of full or sliding attention"
         )
     return language_model
+
+
+def logit_scale(config: Any) -> float:
+    """What the model multiplies its logits by: some families name the factor, some the divisor."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+@torch.no_grad()
+def check_scores(language_model: PreTrainedModel) -> None:
+    """Raise PolicyError unless two packed sequences are scored as the model scores them by itself, each alone. On the CPU,
+    before anything is sharded.
+
+    A family may do with its logits, its attention or its layers what is done nowhere else. Here that shows.
+    """
+    named = f"the {language_model.config.model_type} model in {language_model.name_or_path}"
+    layers_of(language_model)
+    head = language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        kind = type(head).__name__ if not isinstance(head, nn.Linear) else "linear layer with a bias"
+        raise PolicyError(f"{named} has a {kind} as its output head; choose a model whose head is one matrix")
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(head.weight), (2, CHECKED_TOKENS), generator=draw)
+    places = torch.arange(ids.numel()).view_as(ids)
+    try:
+        ours, _, _ = Policy(language_model, 1.0)(
+            ids.view(1, -1),
+            (places % CHECKED_TOKENS).view(1, -1),
+            Packing.of([CHECKED_TOKENS] * 2, ids.device),
+            at=places[:, :-1].flatten(),
+            targets=ids[:, 1:].flatten(),
+        )
+        with _own_attention(language_model):
+            logits = language_model(input_ids=ids, use_cache=False).logits[:, :-1]
+    except TypeError as error:
+        raise PolicyError(f"{named} does not take packed sequences ({error}); choose another model") from error
+    theirs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).flatten()
+    difference = float((ours - theirs).abs().mean())
+    if not difference <= CHECKED_NATS:
+        raise PolicyError(
+            f"the trainer would compute other log-probs than {named} itself, by {difference:.2g} nats a token: its layers "
+            "or its head do what the trainer does not know; choose another model"
+        )
+
+
+@contextmanager
+def _own_attention(language_model: PreTrainedModel) -> Iterator[None]:
+    """The model with its own attention, for the time of the block."""
+    language_model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        language_model.set_attn_implementation(NAME)
 
 
 def shard(policy: Policy, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
@@ -147,6 +210,11 @@ def shard(policy: Policy, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
 
 
 def layers_of(language_model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers."""
-    layers: nn.ModuleList = language_model.base_model.layers  # type: ignore[assignment]
+    """The decoder layers. Raises PolicyError for a family that keeps them elsewhere."""
+    layers = getattr(language_model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise PolicyError(
+            f"the {language_model.config.model_type} model in {language_model.name_or_path} has no list of decoder layers "
+            "called `layers`; choose a model that is built like Llama"
+        )
     return layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -216,11 +218,19 @@ def test_gpus_get_blocks_and_their_kernel_is_compiled_once(monkeypatch: pytest.M
     assert first is second and calls == ["flex_attention"]
 
 
-@pytest.mark.parametrize("part", [{"s_aux": torch.zeros(2)}, {"softcap": 30.0}])
-def test_attention_that_packed_sequences_lack_is_refused(part: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"s_aux": torch.zeros(2)}, "attention sinks"),
+        ({"softcap": 30.0}, r"soft-capped attention scores \(softcap 30"),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "an attention mask of its own"),
+    ],
+)
+def test_attention_that_packed_sequences_lack_is_refused(part: dict[str, Any], message: str) -> None:
     heads = torch.zeros(1, 2, 5, 4)
-    with pytest.raises(AttentionError, match=r"attention sinks|soft-capped attention scores \(softcap 30"):
-        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=Packing.of([5], heads.device), **part)
+    arguments = {"attention_mask": None, "packing": Packing.of([5], heads.device)} | part
+    with pytest.raises(AttentionError, match=f"Identity has {message}"):
+        packed_attention(torch.nn.Identity(), heads, heads, heads, **arguments)
 
 
 def test_blocks_refuse_dropout() -> None:

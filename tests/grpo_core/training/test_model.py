@@ -8,10 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    NemotronConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+)
 
-from grpo_core.training.model import PolicyError, load_language_model
-from tests.grpo_core import tiny
+from grpo_core.training.model import PolicyError, check_scores, load_language_model
+from tests.grpo_core import experts, tiny
 from tests.grpo_core.training import ranks
 
 SIZES = {
@@ -167,3 +181,68 @@ def test_layers_that_carry_a_state_along_the_row_are_refused(tmp_path: Path) -> 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(PolicyError, match="layers of the kind linear_attention, which would leak"):
         load_language_model(tmp_path, torch.float32)
+
+
+def saved(config: PreTrainedConfig, directory: Path) -> Path:
+    """A model with weights that tell its tokens apart."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return directory
+
+
+HEADS: dict[str, PreTrainedConfig] = {
+    "granite": GraniteConfig(**SIZES, logits_scaling=8.0),
+    "cohere2": Cohere2Config(**SIZES, logit_scale=0.25),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=2.0),
+    **experts.CONFIGS,
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_what_a_family_does_with_its_logits_is_done_here(tmp_path: Path, family: str) -> None:
+    language_model = load_language_model(saved(HEADS[family], tmp_path), torch.float32)
+    implementation = language_model.config._attn_implementation
+    check_scores(language_model)
+    assert language_model.config._attn_implementation == implementation
+
+
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "bias": (PhiConfig(**SIZES), "has a linear layer with a bias as its output head"),
+    "state": (
+        RecurrentGemmaConfig(**SIZES, lru_width=32, attention_window_size=32),
+        "the trainer would compute other log-probs than the recurrent_gemma model",
+    ),
+    "layers": (GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=300), "has no list of decoder layers"),
+    "arguments": (NemotronConfig(**SIZES), "does not take packed sequences"),
+    "attention": (FalconConfig(**SIZES), "has attention of its own kind"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_the_trainer_does_not_know_is_refused(tmp_path: Path, kind: str) -> None:
+    config, message = REFUSED[kind]
+    directory = saved(config, tmp_path)
+    with pytest.raises(PolicyError, match=message):
+        check_scores(load_language_model(directory, torch.float32))
+
+
+def test_a_head_that_does_more_is_refused_at_load(policies: dict[str, Path]) -> None:
+    language_model = load_language_model(policies["llama"], torch.float32)
+    check_scores(language_model)
+    head = language_model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, logits: 1.5 * logits)
+    with pytest.raises(PolicyError, match=r"other log-probs than the llama model in .*llama itself, by"):
+        check_scores(language_model)
+
+
+def test_every_policy_is_checked(tmp_path: Path) -> None:
+    directory = saved(PhiConfig(**SIZES), tmp_path)
+    (message,) = ranks.run(1, refused, str(directory), {})
+    assert message == (
+        f"the phi model in {directory} has a linear layer with a bias as its output head; "
+        "choose a model whose head is one matrix"
+    )
