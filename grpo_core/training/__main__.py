@@ -33,6 +33,7 @@ from grpo_core.training.conductor import Conductor
 from grpo_core.training.feed import Feed, Lineage, PartCache
 from grpo_core.training.flops import Machine, machine_of
 from grpo_core.training.loop import Rank, follow
+from grpo_core.training.lora import adapter_weights
 from grpo_core.training.model import Policy, load_policy
 from grpo_core.training.optimizer import make_optimizer
 from grpo_core.training.reference import Reference, load_reference
@@ -105,7 +106,9 @@ def run(arguments: argparse.Namespace) -> None:
             fence=fence,
             stopping=stop.is_set,
             prompts=partial(_prompts, config, store, described["prompts"]),
-            machine=machine_of(policy.language_model.config, device, dist.get_world_size()),
+            machine=machine_of(
+                policy.language_model.config, device, dist.get_world_size(), adapters=adapter_weights(policy)
+            ),
         )
         commands = conductor.commands()
     follow(rank, commands)

@@ -1,9 +1,10 @@
 """How much arithmetic a step is, and what share of the machine's peak that makes.
 
 Counted are the products of matrices that the model itself asks for, at two operations per multiply-add: the layers of
-every token, the attention of every pair that is seen, the output head of every prediction. The backward pass counts
-twice the forward pass. What a trainer does beyond that (recomputed activations, the projection done again for fused
-log-probs) is not counted, as usual for model FLOPs utilisation (Chowdhery et al. 2022, appendix B).
+every token, the attention of every pair that is seen, the output head of every prediction. The backward pass makes two
+products of each: the gradient of what came in, and that of the other factor, which a frozen weight does not need. What a
+trainer does beyond that (recomputed activations, the projection done again for fused log-probs) is not counted, as usual
+for model FLOPs utilisation (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 
-BACKWARD = 2
 # Dense bfloat16 products per second with float32 sums, as the makers' data sheets give them, by a part of the name.
 PEAKS = {
     "H200": 989e12,
@@ -32,7 +32,8 @@ PEAKS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes that decide the arithmetic. `intermediate` is what one token passes through, all its experts together."""
+    """The sizes that decide the arithmetic. `intermediate` is what one token passes through, all its experts together;
+    `adapters` are the weights of all adapters, which multiply every token: where there are any, only they are trained."""
 
     layers: int
     hidden: int
@@ -42,9 +43,10 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     router: int = 0
+    adapters: int = 0
 
     @classmethod
-    def of(cls, config: Any) -> ModelShape:
+    def of(cls, config: Any, *, adapters: int = 0) -> ModelShape:
         """From a transformers config of a decoder with gated feed-forward layers, with or without experts."""
         heads, experts = config.num_attention_heads, getattr(config, "num_experts_per_tok", None)
         intermediate = config.intermediate_size
@@ -59,6 +61,7 @@ class ModelShape:
             intermediate=intermediate,
             vocabulary=config.vocab_size,
             router=int(getattr(config, "num_experts", None) or config.num_local_experts) if experts else 0,
+            adapters=adapters,
         )
 
     @property
@@ -75,16 +78,22 @@ class ModelShape:
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], predictions: int) -> float:
     """Operations of one forward pass over sequences of these lengths that predicts so many tokens."""
-    lengths = list(lengths)
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    head = shape.hidden * shape.vocabulary
-    return 2.0 * (sum(lengths) * shape.per_token + pairs * shape.per_pair + predictions * head)
+    return sum(_forward(shape, lengths, predictions))
 
 
 def step_flops(shape: ModelShape, lengths: Iterable[int], predictions: int, *, scored: float = 0.0) -> float:
     """Operations of a training step. `scored`: forward passes without a gradient, as a multiple of the whole step: 1
     for a reference model, (n - 1) / n for the old log-probs of n updates."""
-    return (1 + BACKWARD + scored) * forward_flops(shape, lengths, predictions)
+    weights, rest = _forward(shape, lengths, predictions)
+    return (1 + scored) * (weights + rest) + (1 if shape.adapters else 2) * weights + 2 * rest
+
+
+def _forward(shape: ModelShape, lengths: Iterable[int], predictions: int) -> tuple[float, float]:
+    """Operations of a forward pass: (with the weights of the model, with its adapters and of pairs of tokens)."""
+    lengths = list(lengths)
+    tokens, pairs = sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
+    weights = tokens * shape.per_token + predictions * shape.hidden * shape.vocabulary
+    return 2.0 * weights, 2.0 * (tokens * shape.adapters + pairs * shape.per_pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +126,11 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)
 
 
-def machine_of(config: Any, device: torch.device, devices: int) -> Machine | None:
-    """What trains a model of this transformers config; None for an architecture whose arithmetic is not known."""
+def machine_of(config: Any, device: torch.device, devices: int, *, adapters: int = 0) -> Machine | None:
+    """What trains a model of this transformers config with so many `adapters` (weights of them); None for an architecture
+    whose arithmetic is not known."""
     try:
-        shape = ModelShape.of(config)
+        shape = ModelShape.of(config, adapters=adapters)
     except AttributeError:
         return None
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

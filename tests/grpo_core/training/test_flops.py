@@ -7,7 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from grpo_core.config import LoRAConfig
 from grpo_core.training.flops import ModelShape, forward_flops, peak_flops, step_flops, utilisation
+from grpo_core.training.lora import adapter_weights, add_adapters
 
 SIZES = {
     "vocab_size": 96,
@@ -60,6 +62,20 @@ def test_a_step_is_three_forward_passes_and_what_is_scored() -> None:
     shape = ModelShape.of(CONFIGS["qwen3"])
     assert step_flops(shape, [9], 4) == 3 * forward_flops(shape, [9], 4)
     assert step_flops(shape, [9], 4, scored=1.5) == 4.5 * forward_flops(shape, [9], 4)
+
+
+def test_a_step_of_adapters_is_what_torch_counts() -> None:
+    config, tokens = CONFIGS["qwen3"], 24
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    add_adapters(model, LoRAConfig(rank=2), seed=0)
+    shape = ModelShape.of(config, adapters=adapter_weights(model))
+    # The first layer's input needs a gradient, as that of every other layer does.
+    model.enable_input_require_grads()
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    unseen = 3 * 2 * (tokens * tokens - tokens * (tokens + 1) // 2) * shape.per_pair
+    rotary = 3 * 2 * tokens * shape.head_width // 2
+    assert counter.get_total_flops() - unseen == pytest.approx(step_flops(shape, [tokens], tokens), abs=rotary)
 
 
 def test_both_denominators() -> None:
