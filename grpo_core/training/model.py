@@ -129,14 +129,17 @@ def load_language_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def shard(policy: Policy, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
-    """Move the policy to the mesh's device and shard it, in place. Parameters keep their dtype."""
+    """Shard the policy over the mesh, in place. Parameters keep their dtype.
+
+    It comes on the CPU, or already on the mesh's device. `fully_shard` moves what one call shards and keeps this rank's
+    part, so that the device holds one whole layer at a time beside its shards, or beside nothing with cpu_offload.
+    """
     dtype, master = getattr(torch, config.model.dtype), next(policy.parameters()).dtype
     lower = master.itemsize > dtype.itemsize and config.model.dtype != "float32"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master) if lower else MixedPrecisionPolicy()
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.training.cpu_offload else OffloadPolicy()
     )
-    policy.to(torch.device(mesh.device_type))
     for layer in layers_of(policy.language_model):
         if config.training.torch_compile:
             layer.compile()
