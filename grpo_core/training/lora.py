@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from grpo_core.config import LoRAConfig
 from grpo_core.refit.source import checkpoint_name, gather
+
+if TYPE_CHECKING:
+    from grpo_core.config import LoRAConfig
 
 ADAPTER = "default"
 

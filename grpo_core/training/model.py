@@ -8,7 +8,7 @@ Nothing in it is random: two forward passes of the same weights give the same lo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_core.config import RunConfig
 from grpo_core.objective.logprobs import token_logprobs
 from grpo_core.training.attention import NAME, Packing
 from grpo_core.training.batch import Batch
 from grpo_core.training.lora import add_adapters
+
+if TYPE_CHECKING:
+    from grpo_core.config import RunConfig
 
 # What a layer may do with the tokens before it. Others carry a state along the row, across its sequences.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
