@@ -1,6 +1,6 @@
 """The fused log-probs against two other ways: time and peak memory, forward and backward.
 
-    plain   the logits of the whole vocabulary in float32, then log-softmax and gather
+    plain   the logits of the whole vocabulary, at least in float32, then log-softmax and gather
     tiled   the formula of TRL's fused output head where there is no Triton: tiles of 4096 × 32768 logits, a running
             log-sum-exp, tiles computed again in the backward pass
 
@@ -25,7 +25,8 @@ TILE_TOKENS, TILE_WORDS = 4096, 32768
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = hidden.float() @ weight.float().T
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden.to(wide) @ weight.to(wide).T
     return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
 

@@ -2,9 +2,12 @@
 
     a loop   ours, each sequence by itself: its tokens chosen by its id, or cut out by their known lengths
     TRL      the formula of its asynchronous trainer, flat: clipped ratio, token mean, and its own metrics
-    NeMo RL  the formula of its clipped loss, flat: ratio, clip, truncated weights, and its own metrics
+    NeMo RL  the formulas of its clipped loss, flat: ratio, clip, truncated weights, and its own metrics
 
 Ours computes the metrics of both in every case (but for TRL's two extremes), and is set to the loss it is compared with.
+TRL has one loss, which is dapo here; NeMo RL has five of ours. dr_grpo and bnpo are dapo with another denominator. The
+loop over lengths pays for nothing but calls: it finds its tokens for free, and the arithmetic, which the flat call has
+as well, is most of what is left.
 Values must agree, or there is no comparison. Time is the processor's, the least of several passes.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +28,7 @@ SEQUENCES, TOKENS = 256, 4096
 EPSILON, CAP = 0.2, 2.0
 PLAIN = ObjectiveConfig(importance_correction="none", acknowledge_no_correction=True, epsilon=EPSILON)
 CORRECTED = ObjectiveConfig(importance_correction="token", importance_cap=CAP, epsilon=EPSILON)
+NEMO_LOSSES = ("dapo", "grpo", "gspo", "cispo", "reinforce")
 Inputs = dict[str, Tensor]
 NAMES = ("logprobs", "old_logprobs", "behaviour_logprobs", "advantages", "mask", "sequence_ids")
 Way = Callable[[Inputs], Tensor]
@@ -91,16 +96,31 @@ def trl(inputs: Inputs) -> Tensor:
     return loss
 
 
-def nemo(inputs: Inputs) -> Tensor:
-    mask, advantages = inputs["mask"].float(), inputs["advantages"]
+def nemo(inputs: Inputs, loss_type: str = "dapo") -> Tensor:
+    mask, advantages, ids = inputs["mask"].float(), inputs["advantages"], inputs["sequence_ids"]
     current, old, engine = inputs["logprobs"], inputs["old_logprobs"], inputs["behaviour_logprobs"]
     tokens = mask.sum() + 1e-8
-    ratio = (current - old).exp()
+    sequences = int(ids.max()) + 1
+
+    def sequence_means(values: Tensor) -> Tensor:
+        sums, counts = (torch.zeros(sequences).index_add(0, ids, part) for part in (values * mask, mask))
+        return sums / (counts + 1e-8)
+
+    log_ratio = current - old
+    ratio = (sequence_means(log_ratio)[ids] if loss_type == "gspo" else log_ratio).exp()
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-    surrogate = torch.max(-advantages * ratio, -advantages * clipped)
+    if loss_type == "cispo":
+        surrogate = -advantages * clipped.detach() * current
+    elif loss_type == "reinforce":
+        surrogate = -advantages * current
+    else:
+        surrogate = torch.max(-advantages * ratio, -advantages * clipped)
     weight = torch.nan_to_num(torch.exp(old - engine), nan=0.0, posinf=0.0, neginf=0.0)
     truncated = torch.clamp(weight, min=0.0, max=CAP).detach()
-    loss = (truncated * surrogate * mask).sum() / tokens
+    if loss_type in ("grpo", "gspo"):
+        loss = sequence_means(truncated * surrogate).sum() / (sequences + 1e-8)
+    else:
+        loss = (truncated * surrogate * mask).sum() / tokens
     with torch.no_grad():
         x = old - engine
         average = torch.logaddexp(old, engine) - math.log(2)
@@ -137,12 +157,15 @@ def measure(sequences: int = SEQUENCES, tokens: int = TOKENS) -> list[dict[str, 
     """One row for each of the other ways."""
     inputs = draw(sequences, tokens)
     rows: list[dict[str, float | str]] = []
-    for name, config, other, repeats in (
+    ways: list[tuple[str, ObjectiveConfig, Way, int]] = [
         ("a loop over ids", CORRECTED, by_id, 1),
         ("a loop over slices", CORRECTED, by_length, 2),
         ("TRL", PLAIN, trl, 5),
-        ("NeMo RL", CORRECTED, nemo, 5),
-    ):
+    ]
+    for loss_type in NEMO_LOSSES:
+        config = CORRECTED.model_copy(update={"loss_type": loss_type})
+        ways.append((f"NeMo RL {loss_type}", config, partial(nemo, loss_type=loss_type), 5))
+    for name, config, other, repeats in ways:
         (mine, value), (theirs, other_value) = seconds(flat(config), inputs, 5), seconds(other, inputs, repeats)
         if not math.isclose(value, other_value, rel_tol=1e-3, abs_tol=1e-4):
             raise RuntimeError(
@@ -156,4 +179,4 @@ def measure(sequences: int = SEQUENCES, tokens: int = TOKENS) -> list[dict[str, 
 
 if __name__ == "__main__":
     for row in measure():
-        print(row, row["ours"] / row["theirs"])  # type: ignore[operator]
+        print(f"{row['case']:50} {row['ours']:8.4f} {row['theirs']:8.4f} {row['ours'] / row['theirs']:6.2f}")  # type: ignore[operator]

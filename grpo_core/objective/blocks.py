@@ -33,26 +33,32 @@ class Trained(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Flat tensors [tokens] by name, bool which tokens are trained, and their sequences' numbers, in ascending order."""
+    """Flat tensors [tokens] by name, bool which tokens are trained, how many, and their sequences' numbers, ascending."""
 
     tensors: dict[str, Tensor]
     mask: Tensor
+    trained_tokens: int
     numbers: Tensor
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], mask: Tensor, sequence_ids: Tensor) -> Flat:
         """With the tokens of each sequence side by side and ids without large gaps, as they nearly always come."""
         trained = mask if mask.dtype == torch.bool else mask != 0
-        ascending = not bool((sequence_ids[1:] < sequence_ids[:-1]).any())
+        count = int(trained.sum())
+        ascending = len(mask) < 2 or int(sequence_ids.diff().min()) >= 0
         if ascending and (len(mask) == 0 or int(sequence_ids[-1] - sequence_ids[0]) < len(mask)):
-            return cls(dict(tensors), trained, sequence_ids)
+            return cls(dict(tensors), trained, count, sequence_ids)
         numbers, order = torch.unique(sequence_ids, return_inverse=True)[1].sort(stable=True)
-        return cls({name: values[order] for name, values in tensors.items()}, trained[order], numbers)
+        return cls({name: values[order] for name, values in tensors.items()}, trained[order], count, numbers)
 
     def counts(self) -> tuple[int, int]:
         """(trained tokens, sequences with at least one)."""
-        tokens = int(self.mask.sum())
-        return tokens, len(_lengths(self.numbers if tokens == len(self.mask) else self.numbers[self.mask]))
+        return self.trained_tokens, len(_lengths(self.numbers if self.whole else self.numbers[self.mask]))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token is trained."""
+        return self.trained_tokens == len(self.mask)
 
     def blocks(self) -> Iterator[slice]:
         """Cuts between sequences; no block but that of a single sequence is longer than allowed."""
@@ -70,9 +76,9 @@ class Flat(NamedTuple):
 
     def trained(self, rows: slice, dtype: torch.dtype) -> tuple[Trained, Tensor | None]:
         """A block, and the places in it that are trained; None: all of them."""
-        mask, numbers = self.mask[rows], self.numbers[rows]
+        numbers = self.numbers[rows]
         tensors = {name: values.detach()[rows] for name, values in self.tensors.items()}
-        places = None if int(mask.sum()) == len(mask) else mask.nonzero().squeeze(1)
+        places = None if self.whole else self.mask[rows].nonzero().squeeze(1)
         if places is not None:
             numbers = numbers.index_select(0, places)
             tensors = {name: values.index_select(0, places) for name, values in tensors.items()}
@@ -109,7 +115,8 @@ class _SumOverBlocks(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[4:], strict=True) if needed]
-        gradients = {name: torch.zeros_like(flat.tensors[name]) for name in wanted}
+        empty = torch.empty_like if flat.whole else torch.zeros_like
+        gradients = {name: empty(flat.tensors[name]) for name in wanted}
         total = torch.zeros((), dtype=dtype, device=leaves[0].device)
         for rows in flat.blocks():
             block, places = flat.trained(rows, dtype)

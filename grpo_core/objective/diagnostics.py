@@ -11,12 +11,12 @@ trainer at the start of the step and behaviour the engine:
     sampling_importance_ratio   mean eˣ
     approx_entropy              -mean (e^(current - behaviour) · current)
 
-Four of them come from one expm1(x), which keeps every digit near 0.
+Four of them come from expm1(x), which keeps every digit near 0; x is clamped to ±LOG_RATIO_LIMIT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from grpo_core.objective.segments import Segments
 
 Number = Tensor | float
 Metrics = dict[str, tuple[Number, Number]]
+# exp(20) ≈ 5·10⁸ keeps ratios, their inverses, gradients and sums finite in float32; clipping has long decided by then.
+LOG_RATIO_LIMIT = 20.0
 RATIO_EXTREMES = (
     "ratio_min",
     "ratio_max",
@@ -45,19 +47,19 @@ def mismatch(logprobs: Tensor, old_logprobs: Tensor, behaviour_logprobs: Tensor,
 @torch.no_grad()
 def mismatch_of_trained(current: Tensor, old: Tensor, behaviour: Tensor) -> Metrics:
     """The same, every token being trained."""
-    x = old - behaviour
-    excess = torch.expm1(x)
-    ratio = excess + 1
-    terms = {
-        "token_mult_prob_error": torch.maximum(ratio, 1 / ratio),
-        "gen_kl_error": excess - x,
-        "policy_kl_error": x - excess / ratio,
-        # log cosh(x/2), which is what half the sum of both terms comes to.
-        "js_divergence_error": (excess.square() / ratio / 4).log1p_() / 2,
-        "sampling_importance_ratio": ratio,
-        "approx_entropy": (current - behaviour).exp_().mul_(current).neg_(),
+    x = (old - behaviour).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio, up = x.exp(), torch.expm1(x)
+    down = up / ratio  # 1 - e⁻ˣ
+    sums = {
+        "sampling_importance_ratio": ratio.sum(),
+        "gen_kl_error": (up - x).sum(),
+        "policy_kl_error": (x - down).sum(),
+        # log cosh(x/2), which is what half the sum of both k3 terms comes to.
+        "js_divergence_error": (up * down).div_(4).log1p_().sum() / 2,
+        "token_mult_prob_error": torch.maximum(up, down.neg_()).add_(1).sum(),
+        "approx_entropy": -(current - behaviour).exp_().mul_(current).sum(),
     }
-    return {name: (values.sum(), len(values)) for name, values in terms.items()}
+    return {name: (value, len(x)) for name, value in sums.items()}
 
 
 @torch.no_grad()
@@ -66,9 +68,17 @@ def ratio_extremes(ratio: Tensor, limited: Tensor, side: Tensor, segments: Segme
     held from below (`side` positive) and from above (negative). Empty when there is no token."""
     if not segments.tokens:
         return {}
-    low, high = (segments.means(held.to(ratio.dtype)) for held in (side > 0, side < 0))
+    low, high = (segments.means(indicator(compare, side, 0.0)) for compare in (torch.gt, torch.lt))
     values = (ratio.min(), ratio.max(), limited.min(), limited.max(), low.min(), high.max())
     return dict(zip(RATIO_EXTREMES, values, strict=True))
+
+
+def indicator(compare: Callable[..., Tensor], left: Tensor, right: Tensor | float) -> Tensor:
+    """1.0 where the comparison, such as torch.lt, holds and 0.0 elsewhere, in the dtype and shape of `left`.
+
+    On a CPU a comparison that writes floats is vectorised; one that writes bools takes five times as long.
+    """
+    return compare(left, right, out=torch.empty_like(left))
 
 
 def merge_extremes(held: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:

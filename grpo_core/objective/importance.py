@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_core.objective.diagnostics import Metrics
+from grpo_core.objective.diagnostics import Metrics, indicator
 from grpo_core.objective.segments import Segments
 from grpo_core.objective.settings import ObjectiveSettings
 
@@ -70,7 +70,7 @@ def weight_metrics(raw: Tensor, weights: Tensor) -> Metrics:
     return {
         "importance_weight": (weights.sum(), len(weights)),
         "importance_weight_squared": (weights.square().sum(), len(weights)),
-        "importance_clipped": ((weights != raw).sum(), len(weights)),
+        "importance_clipped": (indicator(torch.ne, weights, raw).sum(), len(weights)),
     }
 
 

@@ -7,33 +7,30 @@ hidden states. Products of half-precision tensors are accumulated and returned i
     z = logit_scale · hidden · weightᵀ;   z ← softcap · tanh(z / softcap), where there is one;   logit = z / temperature
 
 Vocabulary is the outer loop and tokens the inner one in both passes, so a tile of the weight is converted once, and
-only one tile of its gradient is held in float32. Factors of whole rows are applied to [tokens, width], never to tiles.
+only one tile of its gradient is held in float32. What is done to a tile is in tiles.py: as it is written on CPUs,
+compiled on GPUs. No library kernel serves all of this: Liger's scaled cross-entropy (0.8) has both results and their
+gradients at a temperature, but no soft-cap, and rounds the entropy to the dtype of its inputs; cut-cross-entropy (25.1)
+has a soft-cap, but no entropy; neither takes a DTensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
-# Below this, exp is 0 next to the largest term, and vector units leave their fast path.
-NEGLIGIBLE = -80.0
+from grpo_core.objective.tiles import Head, Scan, Targets, Tile, Upstream, accumulate, product, tiles_of, usable
 
-
-class Tile(NamedTuple):
-    """How many tokens and vocabulary entries are projected at a time."""
-
-    tokens: int
-    vocab: int
-
-
-# On a CPU two tiles of float32 stay near the second-level cache; on a GPU a tile fills all multiprocessors.
+# On a CPU two tiles of float32 stay near the second-level cache. On a GPU a tile takes longer than starting its kernels,
+# and is square, since what its products with both sides add to gradients is least then.
 CPU_TILE = Tile(512, 2048)
-GPU_TILE = Tile(2048, 16384)
+GPU_TILE = Tile(8192, 8192)
+# Tensor cores are fastest where the sides of a tile are multiples of this.
+ALIGNMENT = 64
 
 
 class LogprobError(ValueError):
@@ -74,7 +71,7 @@ def token_logprobs(
             f"targets range from {int(targets.min())} to {int(targets.max())} but the vocabulary has {weight.shape[0]} "
             "entries: select the hidden states of real tokens first"
         )
-    head = _Head.of(logit_scale, softcap, temperature)
+    head = Head.of(logit_scale, softcap, temperature)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     inputs = hidden.to(dtype), _gathered(weight).to(dtype)
     results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(*inputs, targets, head, chosen_tile)  # type: ignore[no-untyped-call]
@@ -92,54 +89,20 @@ def _gathered(weight: Tensor) -> Tensor:
     return whole
 
 
-class _Head(NamedTuple):
-    """From raw projections to the logits that are sampled from, and back.
-
-    logit = projection · `before`, or tanh(projection · `before`) · `after` where there is a soft-cap.
-    """
-
-    before: float
-    after: float | None
-
-    @classmethod
-    def of(cls, logit_scale: float, softcap: float | None, temperature: float) -> _Head:
-        if softcap is None:
-            return cls(logit_scale / temperature, None)
-        return cls(logit_scale / softcap, softcap / temperature)
-
-    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """[tokens, vocab] of a tile, in `out` unless tensor cores widen the product of half-precision inputs."""
-        if _on_tensor_cores(weight):
-            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32).mul_(self.before)
-        else:
-            logits = torch.mm(hidden.to(weight.dtype) * self.before, weight.T, out=out)
-        return logits if self.after is None else logits.tanh_().mul_(self.after)
-
-    def slope(self, logits: Tensor) -> Tensor | None:
-        """∂logit/∂projection at every place, without `factor`; None where that leaves 1."""
-        return None if self.after is None else (logits / self.after).square_().neg_().add_(1)
-
-    @property
-    def factor(self) -> float:
-        """The part of the slope that is the same everywhere."""
-        return self.before if self.after is None else self.before * self.after
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """Differentiable in hidden and weight, once."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, tile: Tile
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, tile: Tile
     ) -> tuple[Tensor, Tensor]:
         """Keep two numbers per token, log-sum-exp and entropy, for the second pass."""
-        scan, scratch = _Scan.start(hidden), _Scratch(hidden, tile)
+        scan, tiles = Scan.start(hidden), tiles_of(hidden, head, tile)
         for columns in _slices(len(weight), tile.vocab):
-            columns_weight = _usable(weight[columns])
+            columns_weight = usable(weight[columns])
             for rows in _slices(len(hidden), tile.tokens):
-                first, second = scratch.views(rows, columns)
-                logits = head.logits(hidden[rows], columns_weight, first)
-                scan.add(rows, logits, _Targets.of(targets[rows], columns), second)
+                projections = tiles.project(hidden[rows], columns_weight)
+                tiles.take(projections, Targets.of(targets[rows], columns), scan.at(rows))
         normaliser, entropy = scan.normaliser(), scan.entropy()
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
         ctx.head, ctx.tile = head, tile
@@ -152,160 +115,32 @@ class _TokenLogprobs(torch.autograd.Function):
         """Project again, tile by tile, and accumulate both gradients in the working precision."""
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         head, tile = ctx.head, ctx.tile
-        upstream = _Upstream.of(for_logprobs, for_entropy, normaliser, entropy)
-        factor = upstream.factor * head.factor
+        upstream, left_out = Upstream.of(for_logprobs, for_entropy, normaliser, entropy)
+        factor = left_out * head.factor
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = normaliser.new_zeros(hidden.shape) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
-        scratch = _Scratch(hidden, tile)
+        tiles = tiles_of(hidden, head, tile)
         for columns in _slices(len(weight), tile.vocab):
-            columns_weight = _usable(weight[columns])
+            columns_weight = usable(weight[columns])
             columns_gradient = normaliser.new_zeros(columns_weight.shape)
             for rows in _slices(len(hidden), tile.tokens):
-                first, second = scratch.views(rows, columns)
-                logits = head.logits(hidden[rows], columns_weight, first)
-                slope = head.slope(logits)
-                pull = upstream.pull(rows, logits, _Targets.of(targets[rows], columns), second)
-                pull = (pull if slope is None else pull.mul_(slope)).to(columns_weight.dtype)
+                projections = tiles.project(hidden[rows], columns_weight)
+                place = Targets.of(targets[rows], columns)
+                pull = tiles.pull(projections, place, upstream.at(rows), columns_weight.dtype)
                 if hidden_gradient is not None:
-                    hidden_gradient[rows].addcmul_(_product(pull, columns_weight), factor[rows])
+                    hidden_gradient[rows].addcmul_(product(pull, columns_weight), factor[rows])
                 if wants_weight:
-                    _accumulate(columns_gradient, pull.T, (hidden[rows] * factor[rows]).to(pull.dtype))
+                    accumulate(columns_gradient, pull.T, (hidden[rows] * factor[rows]).to(pull.dtype))
             if weight_gradient is not None:
                 weight_gradient[columns] = columns_gradient
         return None if hidden_gradient is None else hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None
 
 
-class _Targets(NamedTuple):
-    """Where the targets of a tile's tokens lie in its vocabulary. Whether they do is data, so that no GPU must wait."""
-
-    place: Tensor  # int64 [tokens, 1]
-    inside: Tensor  # bool [tokens, 1]
-
-    @classmethod
-    def of(cls, targets: Tensor, columns: slice) -> _Targets:
-        place = (targets - columns.start)[:, None]
-        return cls(
-            place.clamp(0, columns.stop - columns.start - 1),
-            (targets >= columns.start)[:, None] & (targets < columns.stop)[:, None],
-        )
-
-    def pick(self, tile: Tensor) -> Tensor:
-        """[tokens]: the tile's value at each target inside, 0 for the others."""
-        return torch.where(self.inside, tile.gather(1, self.place), 0.0).squeeze(1)
-
-    def subtract(self, tile: Tensor, values: Tensor | float) -> Tensor:
-        """Subtract `values`, one or one per token, at each target inside."""
-        at_target = torch.as_tensor(values, dtype=tile.dtype, device=tile.device).reshape(-1, 1)
-        return tile.scatter_add_(1, self.place, torch.where(self.inside, -at_target, 0.0))
-
-
-class _Scan(NamedTuple):
-    """Running statistics of each token's logits z, all [tokens]: maximum m, s = Σ e^(z - m), u = Σ e^(z - m)·(z - m)
-    and the logit of the target."""
-
-    maximum: Tensor
-    s: Tensor
-    u: Tensor
-    chosen: Tensor
-
-    @classmethod
-    def start(cls, hidden: Tensor) -> _Scan:
-        """Nothing seen. The maximum is finite, so that the first rescaling is 0 · 0 and not 0 · ∞."""
-        zeros = torch.zeros(len(hidden), dtype=_working_dtype(hidden), device=hidden.device)
-        return cls(zeros + torch.finfo(zeros.dtype).min / 2, zeros, zeros.clone(), zeros.clone())
-
-    def add(self, rows: slice, logits: Tensor, targets: _Targets, scratch: Tensor) -> None:
-        """Take up one tile; overwrites `logits` and `scratch`."""
-        maximum, s, u, chosen = (values[rows] for values in self)
-        chosen += targets.pick(logits)
-        higher = torch.maximum(maximum, logits.amax(dim=1))
-        shift = maximum - higher
-        shifted = logits.sub_(higher[:, None]).clamp_min_(NEGLIGIBLE)
-        mass = torch.exp(shifted, out=scratch)
-        decay = shift.exp()
-        u.copy_(decay * (u + s * shift) + shifted.mul_(mass).sum(dim=1))
-        s.copy_(decay * s + mass.sum(dim=1))
-        maximum.copy_(higher)
-
-    def normaliser(self) -> Tensor:
-        return self.maximum + self.s.log()
-
-    def entropy(self) -> Tensor:
-        return self.s.log() - self.u / self.s
-
-
-class _Upstream(NamedTuple):
-    """What arrives from above. With g and e the gradients of log-prob and entropy, normaliser and entropy H known,
-
-        -∂/∂logits = g (p - onehot) + e p (log p + H)
-
-    Without e, the tile leaves out g, a factor of whole rows. `factor` [tokens, 1] is what it left out, negated.
-    """
-
-    g: Tensor
-    e: Tensor | None
-    normaliser: Tensor
-    constant: Tensor
-    factor: Tensor
-
-    @classmethod
-    def of(
-        cls, for_logprobs: Tensor | None, for_entropy: Tensor | None, normaliser: Tensor, entropy: Tensor
-    ) -> _Upstream:
-        g = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs
-        if for_entropy is None:
-            return cls(g, None, normaliser, g, -g[:, None])
-        return cls(g, for_entropy, normaliser, g + for_entropy * entropy, -torch.ones_like(g)[:, None])
-
-    def pull(self, rows: slice, logits: Tensor, targets: _Targets, scratch: Tensor) -> Tensor:
-        """The gradient of a tile, in place of its logits."""
-        log_p = logits.sub_(self.normaliser[rows, None]).clamp_min_(NEGLIGIBLE)
-        if self.e is None:
-            return targets.subtract(log_p.exp_(), 1.0)
-        p = torch.exp(log_p, out=scratch)
-        pull = log_p.mul_(self.e[rows, None]).add_(self.constant[rows, None]).mul_(p)
-        return targets.subtract(pull, self.g[rows])
-
-
-class _Scratch:
-    """Memory for two tiles, used again and again."""
-
-    def __init__(self, hidden: Tensor, tile: Tile) -> None:
-        self._flat = torch.empty(2, tile.tokens * tile.vocab, dtype=_working_dtype(hidden), device=hidden.device)
-
-    def views(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Two contiguous tiles of this size."""
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        first, second = (flat[: shape[0] * shape[1]].view(shape) for flat in self._flat)
-        return first, second
-
-
-def _on_tensor_cores(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-
-
-def _usable(weight: Tensor) -> Tensor:
-    """Half precision multiplies as it is on tensor cores, which accumulate in float32; elsewhere it is converted."""
-    return weight if _on_tensor_cores(weight) else weight.to(_working_dtype(weight))
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Product of two tensors of one dtype, at least float32."""
-    return torch.mm(left, right, out_dtype=torch.float32) if _on_tensor_cores(right) else left @ right
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right."""
-    if _on_tensor_cores(right):
-        total += _product(left, right)
-    else:
-        total.addmm_(left, right)
-
-
-def _working_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+    """As few cuts of at most `size` as there can be, about even, so that none is left with a single row."""
+    if length == 0:
+        return
+    even = -(-length // -(-length // size))
+    step = min(size, -(-even // ALIGNMENT) * ALIGNMENT)
+    yield from (slice(start, min(start + step, length)) for start in range(0, length, step))

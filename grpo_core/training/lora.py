@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_core.config import LoRAConfig
 from grpo_core.refit.source import Named, checkpoint_name, gather_named, named_weights, whole
+
+if TYPE_CHECKING:
+    from grpo_core.config import LoRAConfig
 
 ADAPTER = "default"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_core.config import RunConfig
 from grpo_core.objective.logprobs import token_logprobs
 from grpo_core.training.attention import NAME, Packing
 from grpo_core.training.batch import Batch
 from grpo_core.training.lora import add_adapters
+
+if TYPE_CHECKING:
+    from grpo_core.config import RunConfig
 
 # What a layer may do with the tokens before it. Others carry a state along the row, across its sequences.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -192,14 +194,17 @@ def _own_attention(language_model: PreTrainedModel) -> Iterator[None]:
 
 
 def shard(policy: Policy, config: RunConfig, *, mesh: DeviceMesh) -> Policy:
-    """Move the policy to the mesh's device and shard it, in place. Parameters keep their dtype."""
+    """Shard the policy over the mesh, in place. Parameters keep their dtype.
+
+    It comes on the CPU, or already on the mesh's device. `fully_shard` moves what one call shards and keeps this rank's
+    part, so that the device holds one whole layer at a time beside its shards, or beside nothing with cpu_offload.
+    """
     dtype, master = getattr(torch, config.model.dtype), next(policy.parameters()).dtype
     lower = master.itemsize > dtype.itemsize and config.model.dtype != "float32"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master) if lower else MixedPrecisionPolicy()
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.training.cpu_offload else OffloadPolicy()
     )
-    policy.to(torch.device(mesh.device_type))
     for layer in layers_of(policy.language_model):
         if config.training.torch_compile:
             layer.compile()

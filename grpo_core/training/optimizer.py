@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from grpo_core.config import OptimizerConfig
+if TYPE_CHECKING:
+    from grpo_core.config import OptimizerConfig
 
 
 def make_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from grpo_core.config import RunConfig
 from grpo_core.training.batch import Batch
 from grpo_core.training.lora import without_adapters
 from grpo_core.training.model import Policy, load_language_model, logprobs_of, shard
+
+if TYPE_CHECKING:
+    from grpo_core.config import RunConfig
 
 Reference = Callable[[Batch], Tensor]
 

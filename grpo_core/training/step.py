@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_core.config import ObjectiveConfig
 from grpo_core.metrics import extreme_sign
 from grpo_core.objective.diagnostics import RATIO_EXTREMES, merge_extremes
-from grpo_core.objective.losses import Denominators, policy_loss
+from grpo_core.objective.losses import Denominators, ObjectiveSettings, policy_loss
 from grpo_core.training.batch import Batch, Row
 from grpo_core.training.experts import load_imbalance
 from grpo_core.training.model import Policy, Scores, logprobs_of, scores_of
@@ -115,7 +114,7 @@ def run_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     rows: Callable[[Sequence[Place]], list[Row]],
-    objective: ObjectiveConfig,
+    objective: ObjectiveSettings,
     *,
     max_grad_norm: float,
     device: torch.device,
@@ -168,7 +167,7 @@ def run_step(
     return StepResult(loss_of_step, norm, pairs, time.monotonic() - began, logprobs, most, dict(watch.seconds))
 
 
-def _scored_before(updates: Sequence[range], objective: ObjectiveConfig) -> list[int]:
+def _scored_before(updates: Sequence[range], objective: ObjectiveSettings) -> list[int]:
     """The micro-batches whose old log-probs must be known before the first update: those that meet a changed policy."""
     if objective.proximal_policy != "recomputed" or objective.force_on_policy_ratio:
         return []
@@ -196,7 +195,7 @@ def _loss(
     old: Tensor,
     reference: Tensor | None,
     plan: StepPlan,
-    objective: ObjectiveConfig,
+    objective: ObjectiveSettings,
     extremes: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Pair]]:
     """This micro-batch's share of the step's loss, and its metrics; `extremes` takes up its own."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_core.objective.diagnostics import mismatch
+from grpo_core.objective.diagnostics import LOG_RATIO_LIMIT, mismatch
 
 CASE = json.loads((Path(__file__).parents[2] / "cases" / "losses.json").read_text())
 FIGURES = {name: value for name, value in CASE["diagnostics"].items() if name != "definitions"}
@@ -35,3 +35,19 @@ def test_masked_tokens_count_nowhere() -> None:
     logprobs = torch.tensor([-0.5, math.nan, -math.inf])
     for numerator, denominator in mismatch(logprobs, logprobs, -logprobs, torch.tensor([1, 0, 0])).values():
         assert numerator.isfinite() and denominator == 1
+
+
+@pytest.mark.parametrize("gap", [-300.0, -18.0, -12.0, 12.0, 18.0, 300.0])
+def test_policies_that_are_far_apart_give_finite_figures(gap: float) -> None:
+    behaviour = torch.tensor([-400.0])
+    figures = mismatch(behaviour, behaviour + gap, behaviour, torch.ones(1))
+    x = max(-LOG_RATIO_LIMIT, min(gap, LOG_RATIO_LIMIT))
+    expected = {
+        "token_mult_prob_error": math.exp(abs(x)),
+        "gen_kl_error": math.expm1(x) - x,
+        "policy_kl_error": math.expm1(-x) + x,
+        "js_divergence_error": math.log(math.cosh(x / 2)),
+        "sampling_importance_ratio": math.exp(x),
+    }
+    for name, value in expected.items():
+        assert float(figures[name][0]) == pytest.approx(value, rel=1e-5), name

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_core.objective import logprobs, tiles
 from grpo_core.objective.logprobs import LogprobError, token_logprobs
 
 VARIANTS: list[dict[str, Any]] = [
@@ -67,6 +72,56 @@ def test_values_and_gradients_agree_with_the_plain_computation(options: dict[str
         torch.testing.assert_close(measured[place].double(), expected[place], rtol=0, atol=1e-5)
     for place in (2, 3):
         assert relative(measured[place], expected[place]) <= 1e-4
+
+
+@contextmanager
+def compiled_tiles(backend: str) -> Iterator[CompileCounterWithBackend]:
+    """Tiles go the way of GPUs, `take` and `pull` traced as one graph each; what is counted are the graphs."""
+    counter, real = CompileCounterWithBackend(backend), torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(real, backend=counter, fullgraph=True))
+        patch.setattr(logprobs, "tiles_of", lambda hidden, head, _: tiles.CompiledTiles(hidden, head))
+        torch._dynamo.reset()
+        tiles._compiled.cache_clear()
+        yield counter
+        tiles._compiled.cache_clear()
+
+
+def both_ways(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> list[Tensor]:
+    """Values and gradients, that of the entropy included."""
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+    values = token_logprobs(*inputs, targets, **options)
+    slopes = torch.linspace(-1, 1, len(targets))
+    gradients = torch.autograd.grad(((values[0] + 0.3 * values[1]) * slopes).sum(), inputs)
+    return [*(value.detach() for value in values), *gradients]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_compiled_tiles_agree_with_eager_ones(options: dict[str, Any]) -> None:
+    inputs = draw(tokens=40, vocab=133)
+    eager = both_ways(*inputs, tile=(16, 32), **options)
+    with compiled_tiles("aot_eager") as counter:
+        compiled = both_ways(*inputs, tile=(16, 32), **options)
+    assert counter.frame_count
+    for measured, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(measured, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_compiled_again_for_other_sizes_or_numbers() -> None:
+    with compiled_tiles("eager") as counter:
+        for number, (tokens, vocab) in enumerate([(40, 133), (41, 130), (16, 70), (100, 77)]):
+            both_ways(*draw(tokens, vocab=vocab), tile=(16, 32), temperature=1 + 0.1 * number, softcap=2.0 + number)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize(("length", "size"), [(0, 4), (1, 4), (9, 4), (8193, 8192), (151_936, 8192), (150_000, 2048)])
+def test_cuts_are_few_and_none_is_a_single_row(length: int, size: int) -> None:
+    cuts = [(cut.start, cut.stop) for cut in logprobs._slices(length, size)]
+    assert [index for start, stop in cuts for index in range(start, stop)] == list(range(length))
+    assert len(cuts) == -(-length // size)
+    if length > size > 64:
+        assert all(64 <= stop - start <= size for start, stop in cuts)
+        assert all(start % 64 == 0 for start, _ in cuts)
 
 
 def test_gradient_agrees_with_finite_differences() -> None:

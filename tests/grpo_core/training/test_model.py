@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -24,6 +25,8 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from grpo_core.config import RunConfig
+from grpo_core.training import model
 from grpo_core.training.model import PolicyError, check_scores, load_language_model
 from tests.grpo_core import experts, tiny
 from tests.grpo_core.training import ranks
@@ -117,8 +120,6 @@ def test_half_precision_computes_near_it_and_keeps_float32_weights(observed: dic
 
 def shards(directory: str, changes: dict[str, dict[str, Any]]) -> list[str]:
     """How each module of the policy was sharded."""
-    from grpo_core.training import model
-
     said: list[str] = []
     really = model.fully_shard
 
@@ -137,6 +138,33 @@ def test_layers_come_first_then_the_rest(policies: dict[str, Path]) -> None:
     (said,) = ranks.run(1, shards, str(policies["qwen3"]), changes)
     how = "torch.bfloat16 torch.float32 True"
     assert said == [f"Qwen3DecoderLayer {how}"] * 2 + [f"Policy {how}"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_device_ever_holds_the_whole_policy(monkeypatch: pytest.MonkeyPatch, offload: bool) -> None:
+    events: list[tuple[str, int, bool]] = []
+
+    def recorded(module: torch.nn.Module, *, mesh: Any, mp_policy: MixedPrecisionPolicy, offload_policy: Any) -> None:
+        """Take what no inner call has taken, as the real one does."""
+        fresh = [parameter for parameter in module.parameters() if not hasattr(parameter, "taken")]
+        for parameter in fresh:
+            parameter.taken = True  # type: ignore[attr-defined]
+        events.append((type(module).__name__, len(fresh), isinstance(offload_policy, CPUOffloadPolicy)))
+        module.__class__ = type("Sharded", (FSDPModule, type(module)), {})
+
+    def moved(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
+        events.append((f"{type(module).__name__} moved", 0, False))
+        return module
+
+    monkeypatch.setattr(model, "fully_shard", recorded)
+    for name in ("to", "cuda", "_apply"):
+        monkeypatch.setattr(torch.nn.Module, name, moved)
+    policy = model.Policy(AutoModelForCausalLM.from_config(FAMILIES["llama"]), 1.0)
+    events.clear()
+    run = RunConfig.model_validate({"training": {"cpu_offload": offload, "device": "cuda"}})
+    model.shard(policy, run, mesh=SimpleNamespace(device_type="cuda"))  # type: ignore[arg-type]
+    # Each layer has nine parameters of its own; the embedding, which is also the head, and the last norm are left.
+    assert events == [("LlamaDecoderLayer", 9, offload)] * 2 + [("Policy", 2, offload)]
 
 
 def families(directories: dict[str, str]) -> dict[str, list[float]]:
