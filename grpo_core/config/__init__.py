@@ -36,6 +36,7 @@ from grpo_core.config.learning import (
     RewardFunction,
     RewardsConfig,
     SamplingConfig,
+    ToolFunction,
 )
 from grpo_core.config.model import (
     DirectoryModel,
@@ -107,6 +108,7 @@ __all__ = [
     "StreamData",
     "TensorBoardSink",
     "TinyModel",
+    "ToolFunction",
     "TrackioSink",
     "TrainingConfig",
     "VerifiersEnvironment",
