@@ -18,11 +18,12 @@ class RewardFunction(Section):
 
     @field_validator("function", mode="before")
     @classmethod
-    def _not_a_lambda(cls, value: Any) -> Any:
-        if callable(value) or (isinstance(value, str) and value.lstrip().startswith("lambda")):
+    def _has_a_name(cls, value: Any) -> Any:
+        nameless = isinstance(value, str) and (value.lstrip().startswith("lambda") or "<" in value)
+        if callable(value) or nameless:
             raise ValueError(
-                "a lambda or other function object has no name by which a worker process could import it; "
-                "define it in a module and give module:function"
+                "a lambda, a function within a function or a function object has no name by which a worker process could "
+                "import it; define it in a module and give module:function"
             )
         return value
 
