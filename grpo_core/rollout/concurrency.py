@@ -68,7 +68,7 @@ class ForeignCalls:
             async with asyncio.timeout(seconds) as clock:
                 if inspect.iscoroutinefunction(function):
                     return await _awaited(function())
-                result = await self._on_a_thread(function, unwanted)
+                result = await self.on_a_thread(function, unwanted=unwanted)
                 # A callable object or a wrapped coroutine function does not say beforehand that it is async.
                 return await _awaited(result) if inspect.isawaitable(result) else result
         except TimeoutError as error:
@@ -76,7 +76,8 @@ class ForeignCalls:
                 raise DeadlinePassed(f"it did not return within {seconds:g} s") from error
             raise
 
-    async def _on_a_thread(self, function: Callable[[], Any], unwanted: Callable[[Any], None]) -> Any:
+    async def on_a_thread(self, function: Callable[[], Any], *, unwanted: Callable[[Any], None] = _ignore) -> Any:
+        """As `within` for a plain function, where whoever waits has the deadline."""
         if self._left_behind >= MOST_LEFT_BEHIND:
             raise CallsHang(
                 f"{self._left_behind} calls of {self._what} have not returned long after their deadlines; give what they "
@@ -101,6 +102,18 @@ class ForeignCalls:
         if outcome.exception() is None:
             # A thread of its own, since the call may have returned in the very moment when we left it: we may be on the loop.
             threading.Thread(target=unwanted, args=(outcome.result(),), daemon=True, name=self._what).start()
+
+
+class LoopThread:
+    """An event loop of its own for foreign coroutines, whose locks and connections belong to one loop for good."""
+
+    def __init__(self, what: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name=what).start()
+
+    async def result(self, awaitable: Awaitable[Any]) -> Any:
+        """What comes of `awaitable` there; it is cancelled with whoever waits here."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop))
 
 
 def _settle(outcome: Future[Any], function: Callable[[], Any]) -> None:

@@ -33,7 +33,7 @@ from grpo_core.rollout.http_environment import HttpClient
 from grpo_core.rollout.importable import imported
 from grpo_core.rollout.places import NoRoom, Places
 from grpo_core.rollout.reasoning_gym_environment import ReasoningGym
-from grpo_core.rollout.verifiers_environment import Verifiers
+from grpo_core.rollout.verifiers_environment import Verifiers, load
 
 Output = TypeVar("Output")
 
@@ -163,7 +163,8 @@ class Episodes:
 
 
 def open_episodes(config: EnvironmentConfig) -> Episodes | None:
-    """The instances of the configured environment, None without one. Raise ValueError for one that cannot be imported."""
+    """The instances of the configured environment, None without one. Raise ValueError for one that cannot be imported or
+    loaded."""
     if isinstance(config, NoEnvironment):
         return None
     return Episodes(_maker(config), instances=config.instances, timeout_seconds=config.timeout_seconds)
@@ -178,8 +179,8 @@ def _maker(config: EnvironmentConfig) -> Callable[[], Environment]:
             return lambda: factory(**config.arguments)
         case VerifiersEnvironment():
             # Loaded once: what differs between rollouts is in the state that each instance keeps.
-            environment = imported(config.loader, "environment.loader")(**config.arguments)
-            return lambda: Verifiers(environment)
+            shared = load(imported(config.loader, "environment.loader"), config.arguments)
+            return lambda: Verifiers(shared)
         case HttpEnvironment():
             return lambda: HttpClient(config.url, attempts=config.attempts, timeout_seconds=config.timeout_seconds)
         case NoEnvironment():
