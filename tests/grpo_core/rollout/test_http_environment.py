@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from grpo_core.config import HttpEnvironment
 from grpo_core.rollout.environments import Opening, Step
-from grpo_core.rollout.episodes import EnvironmentFailed, Episode
+from grpo_core.rollout.episodes import EnvironmentFailed, Episode, open_episodes
 from grpo_core.rollout.http_environment import HttpClient, HttpEnvironmentError
 
 ANSWER = {"role": "assistant", "content": "x"}
@@ -91,6 +92,25 @@ async def test_a_request_whose_answer_was_lost_is_sent_again_unchanged(server: S
     await environment.step(ANSWER)
     assert server.paths() == ["/reset", "/step", "/step"]
     assert server.requests[1] == server.requests[2]
+
+
+async def test_an_episode_that_is_cancelled_in_the_middle_of_a_request_is_closed(server: Server) -> None:
+    episodes = open_episodes(HttpEnvironment(url=server.url, timeout_seconds=5))
+    assert episodes is not None
+
+    async def rollout() -> None:
+        async with episodes.episode() as episode:
+            await episode.reset({}, 7)
+            server.faults = ["silence"]
+            await episode.step(ANSWER)
+
+    task = asyncio.create_task(rollout())
+    while "/step" not in server.paths():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait({task})
+    assert server.paths() == ["/reset", "/step", "/close"]
+    assert server.requests[2][1]["episode"] == server.requests[0][1]["episode"]
 
 
 async def test_a_refusal_is_final(server: Server) -> None:

@@ -235,6 +235,16 @@ def test_a_group_that_was_given_up_leaves_the_worker_to_the_others(on_word: Rewa
     assert pid(on_word) == before
 
 
+def test_a_group_that_was_given_up_and_hangs_costs_its_worker_at_its_deadline() -> None:
+    with workers("on_word", timeout=1.0) as pool:
+        before = pid(pool)
+        given_up = pool.submit(prompts=[[]], completions=[[]], completion_ids=[[1]], columns={"word": ["hang"]})
+        assert until(lambda: psutil.Process(before).num_threads() > 3)
+        given_up.cancel()
+        assert until(lambda: not psutil.pid_exists(before))
+        assert pid(pool) != before
+
+
 def test_methods_and_callable_objects_may_score() -> None:
     with workers("Scorer.static", "half", "half_awaited") as pool:
         assert score(pool, "a", "b").rewards == [2.0, 2.0]
