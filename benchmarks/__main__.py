@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import detection, logprobs, losses, packing, resume, scheduling, store
+from benchmarks import detection, logprobs, losses, packing, resume, rewards, scheduling, store
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -18,6 +18,7 @@ def main() -> None:
         "store": store.measure,
         "logprobs": logprobs.measure,
         "losses": losses.measure,
+        "rewards": rewards.measure,
         "resume": resume.table,
         "detection": detection.measure,
     }

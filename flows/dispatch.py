@@ -2,7 +2,7 @@
 
 Invariants: a lease ends by its last part, the task's own or our seal, and only then are its missing ordinals leased
 again; every ordinal a sealed lease gives back has failed once more, and beyond its budget it becomes a tombstone
-instead of being tried for ever, unless there was no engine to ask, which is no fault of a prompt; failures in a row,
+instead of being tried for ever, unless there was no engine to ask or tools hang, which is no fault of a prompt; failures in a row,
 without one good group between them, end the run with the cause that came first.
 """
 
@@ -16,6 +16,7 @@ from flows.control import Control, Dispatched
 from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
 from grpo_core.prompts import Prompts
+from grpo_core.rollout.concurrency import CallsHang
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
 from grpo_core.schedule.tolerance import Tolerance
@@ -81,7 +82,8 @@ class Dispatcher:
             try:
                 result = lease.future.result()
             except Exception as error:  # noqa: BLE001 - whatever a task raises comes back here, and costs its lease alone
-                self._seal(lease, f"failed ({type(error).__name__}: {error})", blame=not isinstance(error, NoEngine))
+                blame = not isinstance(error, NoEngine | CallsHang)
+                self._seal(lease, f"failed ({type(error).__name__}: {error})", blame=blame)
                 continue
             del self.open[number]
             self.leasing.arrived(number, result.arrived)

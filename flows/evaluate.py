@@ -2,7 +2,8 @@
 
 Invariant: an evaluation is stored once, under the version that was live when it began, and each of its records says
 which versions its tokens are of; it uses its own seeds and never enters the ledger, so it changes nothing that is
-trained. It goes beside training: REQUESTS_IN_FLIGHT of its requests are with the router, which serves all in order.
+trained. It goes beside training: PORTIONS_IN_FLIGHT of its portions are with the router, which serves all in order. It ends
+within evaluation.timeout_seconds: what is not finished by then is recorded without a reward, like what cannot be answered.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import aiohttp
 from grpo_core.config import EvaluationConfig
 from grpo_core.evaluation import Evaluation, evaluation_of
 from grpo_core.prompts import Row
+from grpo_core.rollout.chat import well_formed
 from grpo_core.rollout.concurrency import together
 from grpo_core.rollout.episodes import EnvironmentFailed
 from grpo_core.rollout.group import Generator, RolloutFailed, Task
@@ -30,16 +32,22 @@ from storage.objects import ObjectStore
 Mode = Literal["sampled", "greedy"]
 # Keeps the seeds of evaluations apart from those of training, whose second part is an ordinal ≥ 0.
 SEED_SPACE = -1
-REQUESTS_IN_FLIGHT = 32
+PORTIONS_IN_FLIGHT = 32
+# The finish_reason of what the deadline cut off.
+LATE = "timeout"
 
 
 class EvaluationStopped(RuntimeError):
     """The evaluation was told to stop; nothing of it is kept."""
 
 
+class EvaluationLate(RuntimeError):
+    """Nothing of an evaluation was finished by its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
-    """`count` completions of the held-out row `index`."""
+class Portion:
+    """A part of an evaluation: `count` completions of the held-out row `index`."""
 
     mode: Mode
     index: int
@@ -48,16 +56,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs."""
+    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs; `due` is
+    the first due version that it serves."""
 
     generator: Generator
     rows: Sequence[Row]
     store: ObjectStore
     stamp: Stamp
     stopped: Callable[[], bool]
+    due: int | None = None
 
     def run(self) -> Evaluation:
-        """Sample, score and store. Raise EvaluationStopped when told to stop, NoEngine, or Fenced."""
+        """Sample, score and store. Raise EvaluationStopped when told to stop, EvaluationLate, NoEngine, or Fenced."""
         began = time.monotonic()
         table = schema.table(asyncio.run(self._until_stopped()), schema.EVALUATION)
         seconds, attempt, version = time.monotonic() - began, self.stamp.attempt, self.stamp.version
@@ -67,7 +77,7 @@ class EvaluationJob:
         return evaluation_of(table, self.generator.config, attempt=attempt, version=version, seconds=seconds)
 
     async def _until_stopped(self) -> list[dict[str, Any]]:
-        work = asyncio.create_task(_sample(self.generator, self.rows, self.stamp))
+        work = asyncio.create_task(self._sample())
         while not work.done():
             await asyncio.wait({work}, timeout=0.2)
             if self.stopped() and not work.done():
@@ -76,70 +86,93 @@ class EvaluationJob:
                 raise EvaluationStopped(f"the evaluation of version {self.stamp.version} was stopped")
         return work.result()
 
+    async def _sample(self) -> list[dict[str, Any]]:
+        """The records of all portions. Raise EvaluationLate, or NoEngine."""
+        settings = self.generator.config.evaluation
+        deadline = asyncio.get_running_loop().time() + settings.timeout_seconds
+        late = f"not finished within evaluation.timeout_seconds={settings.timeout_seconds:g}"
+        places = asyncio.Semaphore(PORTIONS_IN_FLIGHT)
 
-def requests(settings: EvaluationConfig, rows: int) -> list[Request]:
+        async def one(portion: Portion, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+            try:
+                async with asyncio.timeout_at(deadline) as clock:
+                    async with places:
+                        rollouts = await self._rollouts(portion, session)
+                    return self._scored(portion, rollouts, await self.generator.score(self._prompt(portion), rollouts))
+            except TimeoutError:
+                if not clock.expired():
+                    raise
+                return [self._unscored(portion, LATE, late)]
+            except (EnvironmentFailed, RolloutFailed, RewardError) as error:
+                # One prompt that cannot be answered or scored must not cost the run its evaluation.
+                return [self._unscored(portion, "error", f"{type(error).__name__}: {error}")]
+
+        # An engine batches only what has reached it, so nothing may wait for a connection.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            answers = await together(one(portion, session) for portion in portions(settings, len(self.rows)))
+        if all(record["finish_reason"] == LATE for records in answers for record in records):
+            raise EvaluationLate(
+                f"the evaluation of version {self.stamp.version} was {late}, not a single completion; raise it"
+            )
+        return [record for records in answers for record in records]
+
+    async def _rollouts(self, portion: Portion, session: aiohttp.ClientSession) -> list[Rollout]:
+        """The completions of a portion. Raise EnvironmentFailed or RolloutFailed."""
+        config, stamp = self.generator.config, self.stamp
+        task = Task(
+            prompt=self._prompt(portion),
+            session=session,
+            name=f"{config.run_id}-{stamp.attempt}-evaluation-{stamp.version}-{portion.mode}-{portion.index}",
+            seeds=(config.seed, SEED_SPACE, portion.index),
+            temperature=config.sampling.temperature if portion.mode == "sampled" else 0.0,
+            # However old they get, they are not to be trained on.
+            cancellable=False,
+        )
+        outcomes = await self.generator.rollouts(task, portion.count)
+        if failure := next((outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)), None):
+            raise failure
+        return [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+
+    def _prompt(self, portion: Portion) -> Prompt:
+        row = self.rows[portion.index]
+        return Prompt(portion.index, 0, portion.index, row.messages, row.columns)
+
+    def _facts(self, portion: Portion) -> dict[str, Any]:
+        return {
+            "version": self.stamp.version,
+            "due_version": self.due,
+            "dataset_index": portion.index,
+            "mode": portion.mode,
+            "prompt": json.dumps(self.rows[portion.index].messages),
+        }
+
+    def _scored(self, portion: Portion, rollouts: Sequence[Rollout], scores: Scores) -> list[dict[str, Any]]:
+        """The records of a portion's completions."""
+        return [
+            {
+                **self._facts(portion),
+                "reward": None if math.isnan(reward) else reward,
+                "completion": rollout.messages[-1]["content"],
+                "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
+                "finish_reason": rollout.finish_reason,
+                **_versions(rollout, self.stamp),
+            }
+            for rollout, reward in zip(rollouts, scores.rewards, strict=True)
+        ]
+
+    def _unscored(self, portion: Portion, finish_reason: str, cause: str) -> dict[str, Any]:
+        """The record of completions that could not be made or scored; they have no reward and enter no mean."""
+        return {**self._facts(portion), "completion": well_formed(cause), "tokens": 0, "finish_reason": finish_reason}
+
+
+def portions(settings: EvaluationConfig, rows: int) -> list[Portion]:
     """What an evaluation asks for: of each prompt as many completions as of any other, or one more."""
     if settings.samples_per_prompt is None:
         shares = [settings.samples // rows + (index < settings.samples % rows) for index in range(rows)]
     else:
         shares = [settings.samples_per_prompt] * min(rows, settings.samples // settings.samples_per_prompt)
-    wanted = [Request("sampled", index, share) for index, share in enumerate(shares) if share]
-    return wanted + [Request("greedy", request.index, 1) for request in wanted if settings.greedy]
-
-
-async def _sample(generator: Generator, rows: Sequence[Row], stamp: Stamp) -> list[dict[str, Any]]:
-    """The records of all requests."""
-    places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
-
-    async def one(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        try:
-            return await scored(request, session)
-        except (EnvironmentFailed, RolloutFailed, RewardError) as error:
-            # One prompt that cannot be answered or scored must not cost the run its evaluation.
-            return [_unscored(rows[request.index], request, stamp.version, f"{type(error).__name__}: {error}")]
-
-    async def scored(request: Request, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        """The records of one request; at most REQUESTS_IN_FLIGHT of them are with the engines at a time."""
-        config, row = generator.config, rows[request.index]
-        task = Task(
-            prompt=Prompt(request.index, 0, request.index, row.messages, row.columns),
-            session=session,
-            name=f"{config.run_id}-{stamp.attempt}-evaluation-{stamp.version}-{request.mode}-{request.index}",
-            seeds=(config.seed, SEED_SPACE, request.index),
-            temperature=config.sampling.temperature if request.mode == "sampled" else 0.0,
-            # However old they get, they are not to be trained on.
-            cancellable=False,
-        )
-        async with places:
-            outcomes = await generator.rollouts(task, request.count)
-        if failure := next((outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)), None):
-            raise failure
-        rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
-        return _records(row, request, rollouts, await generator.score(task.prompt, rollouts), stamp)
-
-    # An engine batches only what has reached it, so nothing may wait for a connection.
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        answers = await together(one(request, session) for request in requests(generator.config.evaluation, len(rows)))
-    return [record for records in answers for record in records]
-
-
-def _records(
-    row: Row, request: Request, rollouts: Sequence[Rollout], scores: Scores, stamp: Stamp
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "version": stamp.version,
-            "dataset_index": request.index,
-            "mode": request.mode,
-            "reward": None if math.isnan(reward) else reward,
-            "prompt": json.dumps(row.messages),
-            "completion": rollout.messages[-1]["content"],
-            "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
-            "finish_reason": rollout.finish_reason,
-            **_versions(rollout, stamp),
-        }
-        for rollout, reward in zip(rollouts, scores.rewards, strict=True)
-    ]
+    wanted = [Portion("sampled", index, share) for index, share in enumerate(shares) if share]
+    return wanted + [Portion("greedy", portion.index, 1) for portion in wanted if settings.greedy]
 
 
 def _versions(rollout: Rollout, stamp: Stamp) -> dict[str, Any]:
@@ -150,17 +183,4 @@ def _versions(rollout: Rollout, stamp: Stamp) -> dict[str, Any]:
         "min_version": min((span.version for span in spans), default=None),
         "max_version": max((span.version for span in spans), default=None),
         "version_tokens": sum(span.end - span.start for span in own),
-    }
-
-
-def _unscored(row: Row, request: Request, version: int, error: str) -> dict[str, Any]:
-    """The record of held-out completions that could not be made or scored; they have no reward and enter no mean."""
-    return {
-        "version": version,
-        "dataset_index": request.index,
-        "mode": request.mode,
-        "prompt": json.dumps(row.messages),
-        "completion": error,
-        "tokens": 0,
-        "finish_reason": "error",
     }

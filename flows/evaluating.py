@@ -2,8 +2,9 @@
 
 Contract: at most one evaluation is under way. The first and the last one have the engines to themselves; those between
 go beside training. What is due is decided by `schedule.agenda` from what the store holds, so a restart neither repeats
-nor forgets; an evaluation that could not begin in time is noted in the store and said. An evaluation that reaches the
-run's goal is told to the trainer through the store; so is, at the start of an attempt, one of the history it continues.
+nor forgets; a due version that passed before its turn is served by the version that is live then, whose evaluation is
+recorded with both. An evaluation that reaches the run's goal is told to the trainer through the store; so is, at the start
+of an attempt, one of the history it continues.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +12,7 @@ from collections.abc import Callable, Sequence
 from flows.control import Control, Dispatched
 from flows.evaluate import EvaluationJob
 from grpo_core.config import RunConfig
-from grpo_core.evaluation import (
-    Evaluation,
-    goal_of,
-    goal_reached,
-    living_evaluations,
-    missed_evaluations,
-    note_missed,
-)
+from grpo_core.evaluation import Evaluation, goal_of, goal_reached, living_evaluations
 from grpo_core.prompts import Row
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
@@ -56,8 +50,8 @@ class Evaluating:
         self._agenda = Agenda.of(config.evaluation, config.refit)
         self._running: tuple[int, Dispatched[Evaluation]] | None = None
         chain, every = living_chain(store), config.refit.every_steps
-        self._known = {name.version for name in living_evaluations(store, chain, every_steps=every)}
-        self._known.update(missed_evaluations(store, chain, every_steps=every))
+        # Those under way are among them.
+        self._evaluated = {name.version for name in living_evaluations(store, chain, every_steps=every)}
         self.newest: Evaluation | None = None
         self.goal: Evaluation | None = None
         self._heed_goal(goal_reached(store, config))
@@ -72,23 +66,25 @@ class Evaluating:
     def beside_training(self, live: int) -> None:
         """Take in an evaluation that has ended, and begin one that is due while version `live` is."""
         self._take_in()
-        self._note_overtaken(live)
-        if self._running is None and self.goal is None and self._agenda.owed(live, self._known):
+        if self._running is None and self.goal is None and self._agenda.due(live, self._evaluated):
             self._begin(live)
 
     def last(self, version: int) -> bool:
         """Whether an evaluation is still under way or begins now, after the trainer has ended with this version."""
         self._take_in()
-        self._note_overtaken(version)
-        if self._running is None and self._agenda.owed_at_end(version, self._known):
+        if self._running is None and self._agenda.owed_at_end(version, self._evaluated):
             self._begin(version)
         return self._running is not None
 
     def _begin(self, version: int) -> None:
-        if version in self._known or not self._held_out:
+        if version in self._evaluated or not self._held_out:
             return
-        job = EvaluationJob(self._generator, self._held_out, self._store, Stamp(self._attempt, version), self._stopped)
-        self._known.add(version)
+        due = self._agenda.due(version, self._evaluated)
+        stamp = Stamp(self._attempt, version)
+        job = EvaluationJob(
+            self._generator, self._held_out, self._store, stamp, self._stopped, due=due[0] if due else None
+        )
+        self._evaluated.add(version)
         self._running = (version, self._control.evaluate(job))
 
     def _take_in(self) -> None:
@@ -99,21 +95,12 @@ class Evaluating:
         try:
             self.newest = finished.result()
         except NoEngine as outage:
-            self._known.remove(version)
+            self._evaluated.remove(version)
             self._control.warn(f"the evaluation of version {version} begins again: {outage}")
             return
         self._control.say(self.newest.line())
         self._publish(self.newest)
         self._heed_goal(goal_of([self.newest], self._config))
-
-    def _note_overtaken(self, live: int) -> None:
-        overtaken = self._agenda.overtaken(live, self._known) if self._held_out else []
-        if not overtaken:
-            return
-        note_missed(self._store, self._attempt, live, overtaken)
-        self._known.update(overtaken)
-        versions = ", ".join(map(str, overtaken))
-        self._control.warn(f"the evaluations due at versions {versions} were missed: version {live} is live already")
 
     def _heed_goal(self, reached: Evaluation | None) -> None:
         """Tell the trainer to end after its current step."""

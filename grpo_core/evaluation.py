@@ -2,7 +2,8 @@
 
 Contract: figures are computed from the stored rewards whenever they are asked for, so another threshold needs no new
 completions. An evaluation counts only in the living history: its attempt made its version, or its version is 0, which
-is the same in every attempt.
+is the same in every attempt. `due` is the first of the due versions that it serves (see `schedule.agenda`), which is older
+than its own where that passed before it could be evaluated; None where none was due.
 
 An evaluation is keyed by the version that was live when it began. Engines move on while it runs, and its requests move
 with them: waiting for them would hold training up, and to leave out those that crossed a refit would leave out the long
@@ -27,11 +28,10 @@ from storage.attempts import Link, living_chain
 from storage.checkpoints import Manifest
 from storage.layout import EvaluationName
 from storage.objects import ObjectStore
-from storage.records import encode_record, read_record
 
 PARALLEL_READS = 8
 # What the figures are made of; a file written before a column existed lacks it.
-COLUMNS = ("dataset_index", "mode", "reward", "tokens", "version_tokens")
+COLUMNS = ("due_version", "dataset_index", "mode", "reward", "tokens", "version_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Score:
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The scores of one version by metric: `sampled`, `greedy`, `pass@1`, `pass@2`, … `step` made the version, `tokens` is
-    the mean of a completion, `seconds` the time it took."""
+    the mean of a completion, `seconds` the time it took. `unscored_prompts` have a completion without a reward."""
 
     attempt: int
     version: int
@@ -60,6 +60,8 @@ class Evaluation:
     purity: float | None = None
     tokens: float | None = None
     seconds: float | None = None
+    due: int | None = None
+    unscored_prompts: int = 0
 
     def line(self) -> str:
         """The scores in one line for people, each with half its 95 % interval and what it is the mean of."""
@@ -67,10 +69,14 @@ class Evaluation:
             f"{metric} {score.mean:.3f} ± {score.interval:.3f} ({score.samples})"
             for metric, score in self.scores.items()
         ]
-        crossed = self.purity is not None and self.purity < 1
-        note = f"; {self.purity:.0%} of its tokens are of this version" if crossed else ""
+        due = "" if self.due in (None, self.version) else f", due at version {self.due}"
+        notes = ""
+        if self.purity is not None and self.purity < 1:
+            notes += f"; {self.purity:.0%} of its tokens are of this version"
+        if self.unscored_prompts:
+            notes += f"; {self.unscored_prompts} of its prompts have completions without a score"
         scores = ", ".join(parts) or "no completion could be scored"
-        return f"held-out reward of version {self.version} (step {self.step}): {scores}{note}"
+        return f"held-out reward of version {self.version} (step {self.step}{due}): {scores}{notes}"
 
     def metrics(self) -> dict[str, float]:
         """What is known of it, by the names of the registry."""
@@ -151,9 +157,17 @@ def evaluation_of(
     scores = scores_of(records, pass_threshold=config.evaluation.pass_threshold)
     # One that could not be made has no token.
     lengths = [record["tokens"] for record in records if record["tokens"]]
-    tokens = math.fsum(lengths) / len(lengths) if lengths else None
-    step = version * config.refit.every_steps
-    return Evaluation(attempt, version, step, scores, purity_of(records), tokens, seconds)
+    return Evaluation(
+        attempt,
+        version,
+        version * config.refit.every_steps,
+        scores,
+        purity=purity_of(records),
+        tokens=math.fsum(lengths) / len(lengths) if lengths else None,
+        seconds=seconds,
+        due=next((record.get("due_version") for record in records), None),
+        unscored_prompts=len({record["dataset_index"] for record in records if record["reward"] is None}),
+    )
 
 
 def read_evaluations(
@@ -180,19 +194,6 @@ def goal_of(evaluations: Iterable[Evaluation], config: RunConfig) -> Evaluation 
 def goal_reached(store: ObjectStore, config: RunConfig) -> Evaluation | None:
     """The evaluation of the living history with which the run reached its goal."""
     return None if config.evaluation.stop_metric is None else goal_of(read_evaluations(store, config), config)
-
-
-def note_missed(store: ObjectStore, attempt: int, version: int, due: Sequence[int]) -> None:
-    """Record that the evaluations due at these versions were never begun; `version` is live now."""
-    store.commit(layout.missed_evaluations(attempt, version), encode_record({"due": list(due)}))
-
-
-def missed_evaluations(store: ObjectStore, chain: Sequence[Link], *, every_steps: int) -> list[int]:
-    """The versions whose evaluations were recorded as missed in the history `chain`."""
-    parsed = (layout.parse_missed_evaluations(key) for key in store.list(layout.evaluations_prefix(), recursive=True))
-    living = [name for name in parsed if name and _contains(chain, name.attempt, name.version * every_steps)]
-    keys = [layout.missed_evaluations(name.attempt, name.version) for name in living]
-    return sorted({due for key in keys for due in read_record(store, key)["due"]})
 
 
 def with_evaluation_metric(store: ObjectStore, manifests: Sequence[Manifest], config: RunConfig) -> list[Manifest]:

@@ -27,7 +27,6 @@ _CHECKPOINT = re.compile(r"checkpoints/(\d{6,})/step-(\d{9,})/")
 _WEIGHTS = re.compile(r"weights/(\d{6,})/version-(\d{9,})/")
 _METRICS = re.compile(r"metrics/(\d{6,})/\d{6,}/chunk-(\d{9,})\.parquet")
 _EVALUATION = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})(?:\.([a-z0-9_-]+))?\.parquet")
-_MISSED = re.compile(r"evaluations/(\d{6,})/version-(\d{9,})\.missed\.json")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -297,16 +296,6 @@ def evaluation(attempt: int, version: int, name: str | None = None) -> str:
 def parse_evaluation(key: str) -> EvaluationName | None:
     match = _EVALUATION.fullmatch(key)
     return EvaluationName(int(match[1]), int(match[2]), match[3]) if match else None
-
-
-def missed_evaluations(attempt: int, version: int) -> str:
-    """The record of due evaluations that were never begun, made while `version` was live."""
-    return f"{evaluations_prefix(attempt)}version-{_number(version, 9)}.missed.json"
-
-
-def parse_missed_evaluations(key: str) -> VersionName | None:
-    match = _MISSED.fullmatch(key)
-    return VersionName(int(match[1]), int(match[2])) if match else None
 
 
 def asset(name: str, partition: str) -> str:

@@ -148,6 +148,7 @@ PROMPTS = pa.schema([_required("messages", pa.string()), _required("columns", pa
 EVALUATION = pa.schema(
     [
         _required("version", pa.int32()),
+        pa.field("due_version", pa.int32()),
         _required("dataset_index", pa.int64()),
         _required("mode", pa.string()),
         pa.field("reward", pa.float32()),

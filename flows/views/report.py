@@ -24,7 +24,7 @@ from flows.views.standing import RecordedRun, read_decisions, recorded_run
 from flows.views.status import status
 from flows.views.terminal import figure, visible
 from grpo_core.config import RunConfig
-from grpo_core.evaluation import Evaluation, Score, living_evaluations, missed_evaluations, read_evaluations
+from grpo_core.evaluation import Evaluation, Score, living_evaluations, read_evaluations
 from storage.attempts import Link, attempt_numbers, living_chain, read_attempt
 from storage.layout import LedgerName
 from storage.ledger import DROPPED, RETURNED, Totals, ledger_names, newest_footer
@@ -81,7 +81,6 @@ def _content(store: ObjectStore) -> dict[str, Any]:
         "attempts": [read_attempt(store, number) for number in attempt_numbers(store)],
         "evaluations": evaluation_table(evaluations),
         "evaluated": evaluations,
-        "missed": missed_evaluations(store, chain, every_steps=every),
         "charts": step_charts(points, pool, evaluations, restarts) + lag_chart(totals),
         "times": time_budget(points),
         "refits": refit_table(points),

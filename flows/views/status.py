@@ -18,7 +18,7 @@ from flows.views.series import step_points
 from flows.views.standing import RecordedRun, recorded_run, standing
 from flows.views.terminal import figure, plain
 from grpo_core.config import RunConfig
-from grpo_core.evaluation import living_evaluations, missed_evaluations, read_evaluation
+from grpo_core.evaluation import living_evaluations, read_evaluation
 from storage.attempts import AttemptClaim, living_chain, read_attempt
 from storage.layout import LedgerName
 from storage.ledger import Totals, newest_footer
@@ -77,7 +77,7 @@ def status(store: ObjectStore) -> dict[str, Any]:
 
 
 def newest_evaluation(store: ObjectStore, config: RunConfig) -> dict[str, Any] | None:
-    """The newest evaluation of the living history, and which of those due were missed."""
+    """The newest evaluation of the living history."""
     chain, every = living_chain(store), config.refit.every_steps
     names = living_evaluations(store, chain, every_steps=every)
     if not names:
@@ -88,7 +88,7 @@ def newest_evaluation(store: ObjectStore, config: RunConfig) -> dict[str, Any] |
         "step": evaluation.step,
         "scores": {metric: score.mean for metric, score in evaluation.scores.items()},
         "version_purity": evaluation.purity,
-        "missed": missed_evaluations(store, chain, every_steps=every),
+        "due_version": evaluation.due,
     }
 
 
@@ -145,8 +145,8 @@ def render_status(values: dict[str, Any]) -> RenderableType:
     ]
     if evaluation := values["evaluation"]:
         scores = ", ".join(f"{metric} {figure(value)}" for metric, value in evaluation["scores"].items())
-        missed = ", ".join(map(str, evaluation["missed"])) or "none"
-        rows.append((f"held-out, version {evaluation['version']}", scores, "missed versions", missed))
+        due = "–" if evaluation["due_version"] is None else str(evaluation["due_version"])
+        rows.append((f"held-out, version {evaluation['version']}", scores, "due at version", due))
     for name, value, other, second in rows:
         grid.add_row(plain(name), plain(value), plain(other), plain(second))
     title = plain(f"{values['run_id']} · {values['state']} · attempt {values['attempt']}")

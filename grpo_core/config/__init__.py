@@ -36,6 +36,7 @@ from grpo_core.config.learning import (
     RewardFunction,
     RewardsConfig,
     SamplingConfig,
+    ToolFunction,
 )
 from grpo_core.config.model import (
     ADAPTER_RANKS,
@@ -108,6 +109,7 @@ __all__ = [
     "StreamData",
     "TensorBoardSink",
     "TinyModel",
+    "ToolFunction",
     "TrackioSink",
     "TrainingConfig",
     "VerifiersEnvironment",

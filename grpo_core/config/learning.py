@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -18,11 +18,12 @@ class RewardFunction(Section):
 
     @field_validator("function", mode="before")
     @classmethod
-    def _not_a_lambda(cls, value: Any) -> Any:
-        if callable(value) or (isinstance(value, str) and value.lstrip().startswith("lambda")):
+    def _has_a_name(cls, value: Any) -> Any:
+        nameless = isinstance(value, str) and (value.lstrip().startswith("lambda") or "<" in value)
+        if callable(value) or nameless:
             raise ValueError(
-                "a lambda or other function object has no name by which a worker process could import it; "
-                "define it in a module and give module:function"
+                "a lambda, a function within a function or a function object has no name by which a worker process could "
+                "import it; define it in a module and give module:function"
             )
         return value
 
@@ -85,6 +86,20 @@ class SamplingConfig(Section):
         return self
 
 
+class ToolFunction(Section):
+    """A function that the policy may call. A name alone may be written as text."""
+
+    function: str = Field(pattern=IMPORTABLE, description="module:function, plain or async")
+    timeout_seconds: float | None = Field(
+        None, gt=0, description="Longest time for one call of it; default: generation.tool_timeout_seconds"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_its_name(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+
 class GenerationConfig(Section):
     """How rollouts are made."""
 
@@ -111,14 +126,14 @@ class GenerationConfig(Section):
         ge=2,
         description="Rollouts that must be left for a group to be trained without the failed ones; default: all",
     )
-    tools: tuple[Annotated[str, Field(pattern=IMPORTABLE)], ...] = Field(
-        (), description="Functions the policy may call, as module:function, plain or async"
+    tools: tuple[ToolFunction, ...] = Field(
+        (), description="Functions the policy may call, each as module:function or with a time of its own"
     )
     tool_format: Literal["hermes", "llama", "mistral", "pythonic"] = Field(
         "hermes", description="How the policy writes a call; see grpo_core/rollout/tool_calls.py"
     )
     tool_timeout_seconds: float = Field(
-        30, gt=0, description="Longest time for one tool call; then the policy reads so"
+        30, gt=0, description="Longest time for one call of a tool that names none; then the policy reads so"
     )
     max_tool_calling_iterations: int | None = Field(
         None, ge=0, description="Rounds of tool calls in one rollout; the next call ends it. Default: no limit"
@@ -134,7 +149,7 @@ class GenerationConfig(Section):
 
     @model_validator(mode="after")
     def _tools_differ(self) -> GenerationConfig:
-        names = [tool.partition(":")[2].rpartition(".")[2] for tool in self.tools]
+        names = [tool.function.partition(":")[2].rpartition(".")[2] for tool in self.tools]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"generation.tools has more than one tool called {name}; rename all but one")

@@ -152,7 +152,13 @@ class EvaluationConfig(Section):
     pass_threshold: float = Field(
         1.0, allow_inf_nan=False, description="Reward from which on a completion passes, for pass@k"
     )
-    greedy: bool = Field(True, description="Also decode every prompt once at temperature 0")
+    greedy: bool = Field(
+        True,
+        description="Also answer each prompt that is sampled once more, at temperature 0; these are not of `samples`",
+    )
+    timeout_seconds: float = Field(
+        1800, gt=0, description="Longest time for one evaluation; what is not finished by then counts as not scored"
+    )
     stop_metric: str | None = Field(
         None,
         pattern=EVALUATION_METRIC,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Message = dict[str, Any]
@@ -112,17 +111,16 @@ class Chat:
         if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
             raise ChatError(f"the prompt is {messages!r}; give a list of role/content messages")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    add_generation_prompt=speaking,
-                    tokenize=False,
-                    **self._arguments,
-                )
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=speaking,
+                tokenize=False,
+                **self._arguments,
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template is foreign code, and raises what it likes
             raise ChatError(f"the chat template refuses {list(messages)!r}: {error}; change the prompt") from error
+        return well_formed(str(text))
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -131,6 +129,12 @@ class Chat:
         """Content key of vocabulary and template: a continued run must tokenize alike."""
         content = [sorted(self._tokenizer.get_vocab().items()), self._tokenizer.chat_template, self._arguments]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for every half of a surrogate pair. One of them, as a policy may write it in JSON, can neither be
+    tokenized nor stored."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.config import RunConfig
-from grpo_core.rollout.chat import Chat, Message, PromptText
+from grpo_core.rollout.chat import Chat, ChatError, Message, PromptText
 from grpo_core.rollout.effort import UsageTally
+from grpo_core.rollout.environment_output import tool_name
 from grpo_core.rollout.environments import Opening
 from grpo_core.rollout.episodes import Episode
 from grpo_core.rollout.tool_calls import Answer, ToolCall, parse_answer
@@ -63,7 +64,11 @@ class Conversation:
         """The conversation before the first answer. Raise ChatError."""
         opening = opening or Opening()
         schemas = (*toolbox.schemas, *opening.tools)
-        own = frozenset(str(schema.get("function", schema)["name"]) for schema in opening.tools)
+        own = frozenset(map(tool_name, opening.tools))
+        if both := own & toolbox.tools.keys():
+            raise ChatError(
+                f"generation.tools and the environment both have a tool called {min(both)}; rename one of them"
+            )
         opened = joined(messages, opening.messages)
         return cls(
             config, chat, toolbox, episode, own, schemas, opened, chat.prompt(opened, schemas), len(opened)
@@ -182,7 +187,7 @@ def joined(messages: Sequence[Message], added: Sequence[Message]) -> list[Messag
     if not messages or not added:
         return [*messages, *added]
     last, first = messages[-1], added[0]
-    if last["role"] != first["role"] or not (isinstance(last["content"], str) and isinstance(first["content"], str)):
+    if last["role"] != first["role"] or not isinstance(last["content"], str):
         return [*messages, *added]
     return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{first['content']}"}, *added[1:]]
 

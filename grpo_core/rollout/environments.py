@@ -5,8 +5,8 @@ ended the rollout. Methods may be plain or async; each call has the deadline env
 made once and reset often, and may be reset on another thread or event loop than before, never on two at once. All
 siblings of a prompt are reset with the same columns and seed, so that they are given the same task.
 
-A call that raises or is late fails its rollout, which is tried again in another instance; the failed one is closed and
-never used again. It is never a reward of zero.
+A call that raises, is late or returns what `environment_output` refuses fails its rollout, which is tried again in another
+instance; the failed one is closed, be it while its late call still runs, and never used again. It is never a reward of zero.
 """
 
 from __future__ import annotations

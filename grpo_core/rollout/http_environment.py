@@ -7,8 +7,10 @@
 
 `episode` is chosen by the client and new for every reset; `previous` is its last one, or null, and is over. `number`
 counts the steps of an episode from 0. A request may come twice, because the answer to the first was lost: the server
-then answers as before and does nothing again.
-Status 4xx is final; 5xx, a lost connection and silence are tried again with growing pauses, all within one deadline.
+then answers as before and does nothing again. An episode is over with /close or the next /reset of its client; one
+whose client was killed hears of neither, so a server should end episodes that have long been silent.
+Status 408, 429 and 5xx, a lost connection and silence are tried again with growing pauses, all within one deadline;
+any other status but 200 is final.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from grpo_core.rollout.environments import Opening, Step
 FIRST_PAUSE_SECONDS = 0.25
 # Left for the call around a request, so that its error names the request and not the deadline.
 MARGIN = 0.95
+# No answer, too slow a request, too many requests.
+TRIED_AGAIN = (0, 408, 429)
 
 
 class HttpEnvironmentError(RuntimeError):
@@ -47,15 +51,18 @@ class HttpClient:
     async def reset(self, columns: Mapping[str, Any], seed: int) -> Opening:
         previous, self._episode, self._number = self._episode, uuid.uuid4().hex, 0
         said = await self._post("/reset", {"previous": previous, "columns": dict(columns), "seed": seed})
-        return Opening(_messages(said), tuple(said.get("tools") or ()))
+        return Opening(_listed(said, "messages"), _listed(said, "tools"))
 
     async def step(self, answer: Message) -> Step:
         said = await self._post("/step", {"number": self._number, "answer": answer})
         self._number += 1
-        return Step(_messages(said), bool(said.get("done", False)))
+        return Step(_listed(said, "messages"), said.get("done", False))
 
     async def reward(self) -> float | None:
-        reward: float | None = (await self._post("/reward", {}))["reward"]
+        said = await self._post("/reward", {})
+        if "reward" not in said:
+            raise HttpEnvironmentError(f"/reward answered {said!r:.100} without a reward; answer a number or null")
+        reward: float | None = said["reward"]
         return reward
 
     async def close(self) -> None:
@@ -73,7 +80,8 @@ class HttpClient:
             status, text = await self._attempt(path, payload, left / (self._attempts - attempt + 1))
             if status == 200:
                 return _object(path, text)
-            if 400 <= status < 500 or attempt == self._attempts or time.monotonic() + pause >= deadline:
+            again = status in TRIED_AGAIN or status >= 500
+            if not again or attempt == self._attempts or time.monotonic() + pause >= deadline:
                 break
             await asyncio.sleep(pause)
             pause *= 2
@@ -105,8 +113,7 @@ def _object(path: str, text: str) -> dict[str, Any]:
     return answer
 
 
-def _messages(said: Mapping[str, Any]) -> tuple[Message, ...]:
-    messages = said.get("messages") or ()
-    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
-        raise HttpEnvironmentError(f"the environment said {messages!r}; give a list of role/content messages")
-    return tuple(messages)
+def _listed(said: Mapping[str, Any], name: str) -> Any:
+    """What the answer has under a name that may be missing or null. What it must be is checked with every environment's."""
+    value = said.get(name)
+    return tuple(value or ()) if value is None or isinstance(value, list) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -91,12 +92,13 @@ class RewardProcess:
         assert self._process.stdin is not None
         self._last_call += 1
         number = self._last_call
+        line = _line({**call, "id": number})
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             if self._process.stdin.is_closing() or self._reader.done():
                 raise WorkerLost(self._death())
             self._heard = time.monotonic()
-            self._process.stdin.write(json.dumps({**call, "id": number}, default=str).encode() + b"\n")
+            self._process.stdin.write(line)
             return await self._answer(answer, must_tick)
         finally:
             del self._calls[number]
@@ -132,6 +134,8 @@ class RewardProcess:
         except (ValueError, RecursionError) as error:
             self._lose(WorkerLost(f"reward worker said what no worker says ({self._names}): {error}"))
         await self._process.wait()
+        # What a reward function started may outlive the worker that crashed.
+        self._kill()
         self._lose(WorkerLost(self._death()))
 
     def _hear(self, line: bytes) -> None:
@@ -170,7 +174,7 @@ class RewardProcess:
         """The process is gone, or must go; all its groups hear why."""
         self.takes_calls = False
         if self._process.returncode is None:
-            self._process.kill()
+            self._kill()
         if not self._hello.done():
             self._refuse(RewardError(f"{cause}, while it imported the reward functions"))
         for answer in self._calls.values():
@@ -183,12 +187,16 @@ class RewardProcess:
             return f"reward worker needed more than rewards.worker_memory_bytes={self._config.worker_memory_bytes} ({self._names})"
         return f"reward worker died with status {status} while scoring ({self._names}); see its last lines above"
 
+    def _kill(self) -> None:
+        """Kill the process and what was started from it: it leads a group of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     async def end(self) -> None:
         """Kill the process and wait for its end."""
         self.takes_calls = False
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
         async with asyncio.timeout(END_SECONDS):
             await self._reader
 
@@ -201,6 +209,16 @@ def components_of(rewards: Any, names: Sequence[str]) -> Components:
         if not isinstance(values, list) or not all(value is None or type(value) in (int, float) for value in values):
             raise ValueError(f"{str(values)[:100]!r} are not rewards of {name}")
     return {name: rewards[name] for name in names}
+
+
+def _line(call: dict[str, Any]) -> bytes:
+    """The group as the worker reads it; what JSON has no word for is sent as its text. Raise RewardError."""
+    try:
+        return json.dumps(call, default=str).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(
+            f"a group cannot be sent to its reward worker: {error}; keep to JSON values in the columns of the data"
+        ) from error
 
 
 @asynccontextmanager

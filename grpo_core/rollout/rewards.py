@@ -83,6 +83,7 @@ class RewardWorkers:
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self._calls: set[asyncio.Task[Any]] = set()
         self._queued = 0
+        self._scoring: set[asyncio.Task[Components]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="rewards")
         self._thread.start()
         self._run(self._fill()).result(START_SECONDS)
@@ -192,7 +193,12 @@ class RewardWorkers:
                 taken = time.monotonic()
                 await self._fill()
                 worker = min(self._workers, key=lambda worker: worker.load)
-                return await worker.call(call), taken
+                # A worker cannot be told to stop. A group that is given up is scored to its end or its deadline, so that one
+                # that hangs costs its worker whether somebody waits for it or not.
+                scoring = asyncio.ensure_future(worker.call(call))
+                self._scoring.add(scoring)
+                scoring.add_done_callback(self._scored)
+                return await asyncio.shield(scoring), taken
         except WorkerLost:
             async with self._alone, alone(self._config) as worker:
                 try:
@@ -213,11 +219,18 @@ class RewardWorkers:
         finally:
             self._slots.release()
 
+    def _scored(self, scoring: asyncio.Task[Components]) -> None:
+        self._scoring.discard(scoring)
+        if not scoring.cancelled():
+            # Nobody may be waiting for its error any more.
+            scoring.exception()
+
     async def _end(self) -> None:
         for task in list(self._calls):
             task.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self._workers))
+        await asyncio.gather(*self._scoring, return_exceptions=True)
 
 
 def _weighted(index: int, components: Components, weights: dict[str, float]) -> float:

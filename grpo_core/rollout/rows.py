@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_core.config import NoEnvironment, RunConfig
+from grpo_core.rollout.chat import well_formed
 from grpo_core.rollout.effort import Effort
 from grpo_core.rollout.reconcile import Tally, reconcile
 from grpo_core.rollout.rewards import Scores
@@ -51,7 +52,14 @@ def group_rows(
         sequences, tally = reconcile(rollout.turns, fork_threshold_tokens=config.generation.fork_threshold_tokens)
         common = {**_facts(config, prompt, rollout.index), **_outcome(rollout, scores, position), **_joins(tally)}
         rows += [
-            {**common, **asdict(effort), **scoring, "error": note, "sequence": number, **_tokens(sequence)}
+            {
+                **common,
+                **asdict(effort),
+                **scoring,
+                "error": note and well_formed(note),
+                "sequence": number,
+                **_tokens(sequence),
+            }
             for number, sequence in enumerate(sequences)
         ]
     return rows
@@ -59,7 +67,7 @@ def group_rows(
 
 def tombstone_row(config: RunConfig, prompt: Prompt, cause: str, effort: Effort) -> dict[str, Any]:
     """The one row of a group that failed for good."""
-    return {**_facts(config, prompt, 0), **NO_ROLLOUT, **asdict(effort), "error": cause}
+    return {**_facts(config, prompt, 0), **NO_ROLLOUT, **asdict(effort), "error": well_formed(cause)}
 
 
 def _outcome(rollout: Rollout, scores: Scores, position: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ ToolFormat = Literal["hermes", "llama", "mistral", "pythonic"]
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
+# What json and ast raise about text; a policy nests as deeply and writes as odd literals as it likes.
+UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def _mistral(text: str) -> Answer:
         return Answer(text)
     try:
         values = json.loads(listed)
-    except ValueError as error:
+    except UNREADABLE as error:
         return Answer(content.strip(), (_malformed(listed, f"it is not JSON ({error})"),))
     values = values if isinstance(values, list) else [values]
     return Answer(content.strip(), tuple(_from_value(value, "arguments") for value in values))
@@ -73,7 +75,7 @@ def _llama(text: str) -> Answer:
     while position < len(body):
         try:
             value, end = decoder.raw_decode(body, position)
-        except ValueError as error:
+        except UNREADABLE as error:
             calls.append(_malformed(body[position:], f"it is not JSON ({error})"))
             break
         if not isinstance(value, dict) or "name" not in value:
@@ -90,11 +92,10 @@ def _pythonic(text: str) -> Answer:
         return Answer(text)
     try:
         tree = ast.parse(body, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        calls = tuple(map(_from_expression, tree.elts)) if isinstance(tree, ast.List) else None
+    except UNREADABLE as error:
         return Answer("", (_malformed(body, f"it is not Python ({error})"),))
-    if not isinstance(tree, ast.List):
-        return Answer(text)
-    return Answer("", tuple(_from_expression(element) for element in tree.elts))
+    return Answer(text) if calls is None else Answer("", calls)
 
 
 def _from_expression(node: ast.expr) -> ToolCall:
@@ -103,7 +104,7 @@ def _from_expression(node: ast.expr) -> ToolCall:
     name = ast.unparse(node.func)
     try:
         values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
-    except ValueError:
+    except UNREADABLE:
         return _malformed(ast.unparse(node), "its arguments are not literal values")
     return ToolCall(name, values)
 
@@ -111,7 +112,7 @@ def _from_expression(node: ast.expr) -> ToolCall:
 def _from_json(text: str, arguments: str) -> ToolCall:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except UNREADABLE as error:
         return _malformed(text, f"it is not JSON ({error})")
     return _from_value(value, arguments)
 
@@ -124,7 +125,7 @@ def _from_value(value: Any, arguments: str) -> ToolCall:
         # Some policies write the arguments as JSON within JSON.
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except UNREADABLE as error:
             return ToolCall(value["name"], fault=f"its {arguments} are not JSON ({error})")
     if not isinstance(given, dict):
         return ToolCall(value["name"], fault=f"its {arguments} are {json.dumps(given)[:100]}, not an object")

@@ -192,10 +192,13 @@ class SyntheticRun:
         version = self.done // self.window.every_steps
         commit_manifest(self.store, Manifest(self.attempt, self.done, version, {}, state.to_json(), self.clock, pinned))
 
-    def evaluate(self, version: int, *, sampled: Sequence[float], greedy: Sequence[float] = ()) -> None:
+    def evaluate(
+        self, version: int, *, sampled: Sequence[float], greedy: Sequence[float] = (), due: int | None = None
+    ) -> None:
         rows = [
             {
                 "version": version,
+                "due_version": due,
                 "dataset_index": i,
                 "mode": mode,
                 "reward": reward,

@@ -12,6 +12,7 @@ from flows.generate import LeaseJob, LeaseResult
 from flows.leasing import Leasing
 from grpo_core.config import RunConfig
 from grpo_core.prompts import PromptStream, Row
+from grpo_core.rollout.concurrency import CallsHang
 from grpo_core.rollout.pool import NoEngine
 from grpo_core.schedule.tolerance import TooManyFailures
 from grpo_core.schedule.window import Window
@@ -119,9 +120,12 @@ def _fields(lease: object) -> dict[str, object]:
     return {name: getattr(lease, name) for name in ("job", "future", "expired", "deadline")}
 
 
-def test_an_outage_of_all_engines_is_not_held_against_the_prompts(store: ObjectStore) -> None:
+@pytest.mark.parametrize(
+    "cause", [NoEngine("no engine of the pool carried the newest version"), CallsHang("64 calls of tools")]
+)
+def test_what_fails_whole_leases_is_not_held_against_the_prompts(store: ObjectStore, cause: Exception) -> None:
     dispatcher, control = make(store)
-    control.jobs[0][1].set_exception(NoEngine("no engine of the pool carried the newest version"))
+    control.jobs[0][1].set_exception(cause)
     dispatcher.collect()
     dispatcher.dispatch()
     again = read_lease(store, 1, 2)

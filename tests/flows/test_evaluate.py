@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flows.evaluate import EvaluationJob, EvaluationStopped, requests
+from flows.evaluate import LATE, EvaluationJob, EvaluationLate, EvaluationStopped, portions
 from grpo_core.config import EvaluationConfig, RunConfig
 from grpo_core.evaluation import read_evaluation
 from grpo_core.prompts import Row
@@ -34,12 +34,13 @@ class StubGenerator:
     config: RunConfig
     before: Callable[[], None] = lambda: None
     seconds: float = 0.0
+    hangs: int | None = None
     tasks: list[Task] = field(default_factory=list)
 
     async def rollouts(self, task: Task, count: int) -> list[Rollout | RolloutFailed]:
         self.tasks.append(task)
         self.before()
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(60.0 if task.prompt.dataset_index == self.hangs else self.seconds)
         if task.prompt.dataset_index == 2:
             return [RolloutFailed("the engine said no")] * count
         spans = (VersionSpan(1, 4, 0, 2), VersionSpan(1, 5, 2, 3))
@@ -61,15 +62,22 @@ def claim(store: ObjectStore) -> None:
     claim_next(store, parent=None, host="h", pid=1, pid_started_at=1.0, claimed_at=1.0)
 
 
-def job(store: ObjectStore, stopped: Callable[[], bool] = lambda: False, **stub: Any) -> EvaluationJob:
-    config = RunConfig(evaluation=EvaluationConfig(samples=6, samples_per_prompt=2))
-    return EvaluationJob(StubGenerator(config, **stub), ROWS, store, LIVE, stopped)  # type: ignore[arg-type]
+def job(
+    store: ObjectStore, stopped: Callable[[], bool] = lambda: False, *, timeout: float = 60, **stub: Any
+) -> EvaluationJob:
+    config = RunConfig(evaluation=EvaluationConfig(samples=6, samples_per_prompt=2, timeout_seconds=timeout))
+    return EvaluationJob(StubGenerator(config, **stub), ROWS, store, LIVE, stopped, due=3)  # type: ignore[arg-type]
+
+
+def stored(store: ObjectStore) -> list[dict[str, Any]]:
+    key = layout.evaluation(1, 4)
+    return schema.decode(store.get(key), name=key)[0].to_pylist()
 
 
 def counts(rows: int, **settings: Any) -> list[int]:
-    wanted = requests(EvaluationConfig(**settings), rows)
-    assert [request.index for request in wanted] == list(range(len(wanted)))
-    return [request.count for request in wanted]
+    wanted = portions(EvaluationConfig(**settings), rows)
+    assert [portion.index for portion in wanted] == list(range(len(wanted)))
+    return [portion.count for portion in wanted]
 
 
 def test_samples_are_spread_over_the_prompts_or_given_to_as_many_as_they_suffice_for() -> None:
@@ -77,8 +85,8 @@ def test_samples_are_spread_over_the_prompts_or_given_to_as_many_as_they_suffice
     assert counts(3, samples=2, greedy=False) == [1, 1]
     assert counts(3, samples=8, samples_per_prompt=4, greedy=False) == [4, 4]
     assert counts(3, samples=100, samples_per_prompt=4, greedy=False) == [4, 4, 4]
-    both = requests(EvaluationConfig(samples=2, samples_per_prompt=1), 3)
-    assert [(request.mode, request.index) for request in both] == [
+    both = portions(EvaluationConfig(samples=2, samples_per_prompt=1), 3)
+    assert [(portion.mode, portion.index) for portion in both] == [
         ("sampled", 0), ("sampled", 1), ("greedy", 0), ("greedy", 1)
     ]  # fmt: skip
 
@@ -91,13 +99,13 @@ def test_each_completion_says_which_versions_it_is_of(store: ObjectStore) -> Non
     assert found.metrics()["evaluation_purity"] == found.purity and found.metrics()["evaluation/pass@2"] == 1.0
     assert found.metrics()["evaluation_tokens_mean"] == 3.0
     assert found.seconds is not None and found.metrics()["evaluation_seconds"] == found.seconds
-    stored = read_evaluation(store, EvaluationName(1, 4), made.generator.config)
-    assert stored.metrics() == pytest.approx(found.metrics(), abs=1e-3)
-    key = layout.evaluation(1, 4)
-    table, _ = schema.decode(store.get(key), name=key)
-    answered = [row for row in table.to_pylist() if row["finish_reason"] == "stop"]
+    kept = read_evaluation(store, EvaluationName(1, 4), made.generator.config)
+    assert kept.metrics() == pytest.approx(found.metrics(), abs=1e-3)
+    assert (found.due, found.unscored_prompts) == (3, 1)
+    answered = [row for row in stored(store) if row["finish_reason"] == "stop"]
     assert {(row["min_version"], row["max_version"], row["version_tokens"]) for row in answered} == {(4, 5, 2)}
-    failed = [row for row in table.to_pylist() if row["finish_reason"] == "error"]
+    assert {(row["version"], row["due_version"]) for row in stored(store)} == {(4, 3)}
+    failed = [row for row in stored(store) if row["finish_reason"] == "error"]
     assert [(row["dataset_index"], row["mode"], row["reward"]) for row in failed] == [
         (2, "sampled", None), (2, "greedy", None)
     ]  # fmt: skip
@@ -108,6 +116,23 @@ def test_requests_of_an_evaluation_are_not_cut_off_for_their_age(store: ObjectSt
     made = job(store)
     made.run()
     assert {task.cancellable for task in made.generator.tasks} == {False}  # type: ignore[attr-defined]
+
+
+def test_what_is_not_finished_at_the_deadline_is_recorded_without_a_score(store: ObjectStore) -> None:
+    found = job(store, timeout=0.5, hangs=1).run()
+    late = [row for row in stored(store) if row["finish_reason"] == LATE]
+    assert [(row["dataset_index"], row["mode"], row["reward"]) for row in late] == [
+        (1, "sampled", None),
+        (1, "greedy", None),
+    ]
+    assert "not finished within evaluation.timeout_seconds=0.5" in late[0]["completion"]
+    assert (found.scores["sampled"].samples, found.unscored_prompts) == (2, 2)
+
+
+def test_an_evaluation_of_which_nothing_is_finished_is_none(store: ObjectStore) -> None:
+    with pytest.raises(EvaluationLate, match=r"version 4 was not finished within evaluation.timeout_seconds=0.1"):
+        job(store, timeout=0.1, seconds=60.0).run()
+    assert store.list(layout.evaluations_prefix(), recursive=True) == []
 
 
 def test_a_stopped_evaluation_leaves_nothing(store: ObjectStore) -> None:

@@ -11,11 +11,11 @@ import pytest
 from flows.evaluate import EvaluationJob
 from flows.evaluating import Evaluating
 from grpo_core.config import RunConfig
-from grpo_core.evaluation import Evaluation, Score, living_evaluations, missed_evaluations
+from grpo_core.evaluation import Evaluation, Score, read_evaluations
 from grpo_core.prompts import Row
 from grpo_core.rollout.pool import NoEngine
 from storage import layout, schema
-from storage.attempts import claim_next, living_chain
+from storage.attempts import claim_next
 from storage.objects import ObjectStore
 
 ROWS = [Row([{"role": "user", "content": "1 + 1 ="}], {})]
@@ -73,17 +73,15 @@ class Stage:
         """The newest evaluation has ended, and is in the store."""
         job, future = self.control.begun[-1]
         attempt, version = job.stamp.attempt, job.stamp.version
-        row = {"version": version, "dataset_index": 0, "mode": "greedy", "reward": reward, "prompt": "[]"}
-        row |= {"completion": "", "tokens": 1, "finish_reason": "stop"}
+        row = {"version": version, "due_version": job.due, "dataset_index": 0, "mode": "greedy", "reward": reward}
+        row |= {"prompt": "[]", "completion": "", "tokens": 1, "finish_reason": "stop"}
         data = schema.encode(schema.table([row], schema.EVALUATION), schema.EVALUATION, {})
         assert self.store.put_if_absent(layout.evaluation(attempt, version), data)
         future.set_result(Evaluation(attempt, version, version, {"greedy": Score(reward, 0.0, 1)}, 1.0))
 
-    def known(self) -> tuple[list[int], list[int]]:
-        """The versions evaluated and missed in the living history."""
-        chain = living_chain(self.store)
-        names = living_evaluations(self.store, chain, every_steps=1)
-        return [name.version for name in names], missed_evaluations(self.store, chain, every_steps=1)
+    def evaluated(self) -> list[tuple[int, int | None]]:
+        """Each evaluation of the living history: its version, and the first due version that it serves."""
+        return [(each.version, each.due) for each in read_evaluations(self.store, self.config)]
 
 
 @pytest.fixture
@@ -123,23 +121,18 @@ def test_a_jump_over_a_due_version_evaluates_what_is_live(stage: Stage) -> None:
     stage.end()
     evaluating.beside_training(5)
     stage.end()
-    assert stage.control.versions == [3, 5] and stage.control.warned == []
-    assert stage.known() == ([3, 5], [])
+    assert stage.evaluated() == [(3, 2), (5, 4)]
 
 
-def test_what_could_not_begin_before_the_next_was_due_is_noted_once(stage: Stage) -> None:
+def test_what_passed_during_an_evaluation_is_made_up_for_with_what_is_live_then(stage: Stage) -> None:
     evaluating = stage.claim()
-    for live in (2, 4, 5):
+    for live in (2, 4, 5, 6, 7):
         evaluating.beside_training(live)
-    assert stage.control.warned == []
-    for live in (6, 7):
-        evaluating.beside_training(live)
-    assert stage.control.warned == ["the evaluations due at versions 4 were missed: version 6 is live already"]
     stage.end()
     evaluating.beside_training(7)
-    assert stage.control.versions == [2, 7]
     stage.end()
-    assert stage.known() == ([2, 7], [4])
+    evaluating.beside_training(7)
+    assert stage.evaluated() == [(2, 2), (7, 4)]
 
 
 def test_an_outage_leaves_the_evaluation_due(stage: Stage) -> None:
@@ -159,11 +152,9 @@ def test_an_evaluation_that_fails_ends_the_run(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parent", "version", "missed"), [(5, 5, []), (4, 4, []), (7, 7, [4])], ids=["later", "still live", "overtaken"]
+    ("parent", "due"), [(3, None), (4, 4), (5, 4), (7, 4)], ids=["not yet due", "still live", "later", "much later"]
 )
-def test_what_a_dead_attempt_owed_is_done_again_or_noted(
-    stage: Stage, parent: int, version: int, missed: list[int]
-) -> None:
+def test_what_a_dead_attempt_owed_is_made_up_for(stage: Stage, parent: int, due: int | None) -> None:
     """Attempt 1 had evaluated version 2, and died in the evaluation of version 4."""
     evaluating = stage.claim()
     evaluating.beside_training(2)
@@ -171,9 +162,24 @@ def test_what_a_dead_attempt_owed_is_done_again_or_noted(
     evaluating.beside_training(4)
     resumed = stage.claim((1, parent))
     resumed.beside_training(parent)
-    assert stage.control.versions == [version]
+    if due is None:
+        assert stage.control.versions == []
+        parent = due = 4
+        resumed.beside_training(parent)
     stage.end()
-    assert stage.known() == ([2, version], missed)
+    assert stage.evaluated() == [(2, 2), (parent, due)]
+
+
+def test_an_evaluation_of_a_branch_that_was_cut_off_serves_nothing(stage: Stage) -> None:
+    evaluating = stage.claim()
+    for live in (2, 7):
+        evaluating.beside_training(live)
+        stage.end()
+        evaluating.beside_training(live)
+    assert stage.evaluated() == [(2, 2), (7, 4)]
+    stage.claim((1, 5)).beside_training(5)
+    stage.end()
+    assert stage.evaluated() == [(2, 2), (5, 4)]
 
 
 def test_the_last_version_waits_for_the_one_under_way(stage: Stage) -> None:
@@ -184,6 +190,7 @@ def test_the_last_version_waits_for_the_one_under_way(stage: Stage) -> None:
     assert evaluating.last(3) and stage.control.versions == [2, 3]
     stage.end()
     assert not evaluating.last(3)
+    assert stage.evaluated() == [(2, 2), (3, None)]
 
 
 def test_a_due_last_version_is_evaluated_though_the_end_was_not_asked_for(tmp_path: Path) -> None:
@@ -191,6 +198,11 @@ def test_a_due_last_version_is_evaluated_though_the_end_was_not_asked_for(tmp_pa
     evaluating = stage.claim()
     assert not evaluating.last(1)
     assert evaluating.last(2)
+    stage.end()
+    assert not evaluating.last(3)
+    assert evaluating.last(5)
+    stage.end()
+    assert stage.evaluated() == [(2, 2), (5, 4)]
 
 
 def test_the_goal_is_told_to_the_trainer_and_nothing_further_begins(tmp_path: Path) -> None:
@@ -222,10 +234,10 @@ def test_a_raised_goal_is_another_goal(tmp_path: Path) -> None:
     assert stage.claim((1, 2)).goal is None
 
 
-def test_without_a_held_out_split_nothing_is_evaluated_or_missed(stage: Stage) -> None:
+def test_without_a_held_out_split_nothing_is_evaluated(stage: Stage) -> None:
     stage.rows = []
     evaluating = stage.claim()
     assert not evaluating.first(0, leased=False)
     evaluating.beside_training(9)
     assert not evaluating.last(9)
-    assert stage.control.versions == [] and stage.known() == ([], [])
+    assert stage.control.versions == [] and stage.evaluated() == []

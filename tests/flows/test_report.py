@@ -21,7 +21,6 @@ from flows.views.report import (
 from flows.views.samples import Place, choose
 from flows.views.series import flow_points, spread, step_points
 from flows.views.standing import recorded_run
-from grpo_core.evaluation import note_missed
 from storage import layout, schema
 from storage.attempts import living_chain
 from storage.layout import MetricsName, PartName
@@ -149,13 +148,13 @@ def test_the_evaluation_of_a_dead_branch_does_not_count(store):
     assert (first["metric"], passed["metric"]) == ("sampled", "pass@1")
 
 
-def test_each_evaluation_and_each_missed_one_is_on_the_page(store, tmp_path):
+def test_each_evaluation_and_what_it_was_due_for_is_on_the_page(store, tmp_path):
     run = small_run(store)
-    run.evaluate(3, sampled=[1, 1, 1, 0])
-    note_missed(store, run.attempt, 4, [2])
+    run.evaluate(3, sampled=[1, 1, 1, 0], due=2)
     text = page(store, tmp_path)
     assert text.count('<th scope="row" class="number">') == 3
-    assert "the evaluations of versions 2." in text
+    assert '<th scope="row" class="number">3</th><td class="number">2</td>' in text
+    assert '<th scope="row" class="number">4</th><td class="number">–</td>' in text
 
 
 def test_time_and_refits_are_summed_by_part(store):

@@ -101,7 +101,7 @@ def test_the_newest_evaluation_of_the_living_history_is_told(store):
     run.attempt = 1  # attempt 1 is dead from step 3 on
     run.evaluate(9, sampled=[0, 0])
     assert status(store)["evaluation"] == {
-        "version": 4, "step": 4, "scores": {"sampled": 0.75, "greedy": 1.0, "pass@1": 0.75}, "version_purity": None, "missed": [],
+        "version": 4, "step": 4, "scores": {"sampled": 0.75, "greedy": 1.0, "pass@1": 0.75}, "version_purity": None, "due_version": None,
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from grpo_core.evaluation import (
     Score,
     goal_of,
     living_evaluations,
-    missed_evaluations,
-    note_missed,
     pass_at_k,
     purity_of,
     read_evaluations,
@@ -114,17 +113,19 @@ def test_evaluations_of_dead_branches_do_not_count(store: ObjectStore) -> None:
     ]  # fmt: skip
 
 
-def test_missed_evaluations_of_dead_branches_do_not_count(store: ObjectStore) -> None:
-    note_missed(store, 1, 2, [1])
-    note_missed(store, 1, 3, [2])  # attempt 1 is dead from step 5 on
-    note_missed(store, 2, 7, [4, 6])
-    note_missed(store, 2, 7, [4, 6])  # a repeated call is no other fact
-    assert missed_evaluations(store, living_chain(store), every_steps=2) == [1, 4, 6]
+def test_an_evaluation_says_what_it_was_due_for_and_what_has_no_score(store: ObjectStore) -> None:
+    rewards = ((0, 1.0), (0, None), (1, None), (1, None), (2, 0.0))
+    put(store, 1, 2, *(record("sampled", index, reward, due_version=1) for index, reward in rewards))
+    (found,) = read_evaluations(store, config())
+    assert (found.version, found.due, found.unscored_prompts) == (2, 1, 2)
+    assert found.line().startswith("held-out reward of version 2 (step 2, due at version 1): sampled 0.500")
+    assert found.line().endswith("; 2 of its prompts have completions without a score")
+    assert "due" not in replace(found, due=2).line() and "due" not in replace(found, due=None).line()
 
 
 def test_a_file_from_before_versions_were_told_can_be_read(store: ObjectStore) -> None:
     old = schema.EVALUATION
-    for name in ("min_version", "max_version", "version_tokens"):
+    for name in ("due_version", "min_version", "max_version", "version_tokens"):
         old = old.remove(old.get_field_index(name))
     store.put_if_absent(layout.evaluation(1, 0), schema.encode(schema.table([record("greedy", 0, 1.0)], old), old, {}))
     (found,) = read_evaluations(store, config())

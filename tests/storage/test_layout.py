@@ -76,10 +76,5 @@ def test_negative_numbers_are_refused() -> None:
         layout.lease(1, -1)
 
 
-def test_missed_evaluations_are_told_from_evaluations() -> None:
-    key = layout.missed_evaluations(2, 12)
-    assert key == "evaluations/000002/version-000000012.missed.json"
-    assert layout.parse_missed_evaluations(key) == VersionName(2, 12)
-    assert layout.parse_evaluation(key) is None
-    assert layout.parse_missed_evaluations(layout.evaluation(2, 12, "missed")) is None
+def test_a_goal_is_told_from_a_claim() -> None:
     assert layout.parse_attempt(layout.goal(2)) is None

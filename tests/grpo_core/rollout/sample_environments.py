@@ -34,6 +34,8 @@ class Counting:
         assert not self.closed
         self.resets.append((dict(columns), seed))
         self.answers = []
+        if self._nonsense("reset", columns):
+            return Opening(({"role": "user"},))
         self._misbehave("reset", columns)
         self.word = str(columns.get("word", ""))
         text = f"task {self.number}" if self.word == "different" else f"task {seed % 10}"
@@ -44,6 +46,8 @@ class Counting:
         if self.resets[-1][0].get("word") == "step hang" and self.number in self.hits:
             await asyncio.sleep(20)
         self._misbehave("step", self.resets[-1][0])
+        if self._nonsense("step", self.resets[-1][0]):
+            return Step(({"role": "user", "content": 3},))
         if len(self.answers) == self.steps:
             return Step(done=True)
         role = "tool" if answer.get("tool_calls") else "user"
@@ -51,12 +55,17 @@ class Counting:
 
     def reward(self) -> float | None:
         self._misbehave("reward", self.resets[-1][0])
+        if self._nonsense("reward", self.resets[-1][0]):
+            return math.nan
         if self.word == "infinite":
             return math.inf
         return None if self.word == "unknown" else float(len(self.answers))
 
     def close(self) -> None:
         self.closed = True
+
+    def _nonsense(self, method: str, columns: Mapping[str, Any]) -> bool:
+        return self.number in self.hits and columns.get("word") == f"{method} nonsense"
 
     def _misbehave(self, method: str, columns: Mapping[str, Any]) -> None:
         if self.number not in self.hits:
@@ -66,6 +75,13 @@ class Counting:
                 raise KeyError("lost")
             case [asked, "hang"] if asked == method:
                 time.sleep(20)
+
+
+class Unspeakable(Counting):
+    """Fails with a cause that no file takes."""
+
+    def reset(self, columns: Mapping[str, Any], seed: int) -> Opening:
+        raise OSError("no \ud83d")
 
 
 def broken() -> Counting:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,10 @@ from typing import Any
 
 def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(completion[-1]["content"])) for completion in completions]
+
+
+async def cancelled(completions: list[Any], **columns: Any) -> list[float]:
+    raise asyncio.CancelledError
 
 
 async def awaited(completions: list[Any], **columns: Any) -> list[float]:
@@ -66,6 +71,22 @@ def on_word(completions: list[Any], word: list[str], **columns: Any) -> list[flo
             return ["good"] * len(completions)  # type: ignore[list-item]
         case "nothing":
             return None  # type: ignore[return-value]
+        case "stop":
+            return [next(iter(()))]
+        case "cancel":
+            raise asyncio.CancelledError
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "wordy":
+            raise ValueError("x" * (1 << 27))
+        case "complex":
+            return [1j] * len(completions)  # type: ignore[list-item]
+        case "read":
+            # Whatever it starts inherits its input, and must not eat the next groups.
+            subprocess.run([sys.executable, "-c", "import sys; sys.stdin.read()"], check=True)
+        case "child":
+            child = subprocess.Popen(["sleep", "600"])
+            return [float(child.pid)] * len(completions)
     return [float(os.getpid())] * len(completions)
 
 

@@ -70,3 +70,47 @@ def leave() -> str:
 
 def undescribed(thing):
     return thing
+
+
+gate = threading.Event()
+
+
+def wait() -> str:
+    """Waits until it is let go."""
+    gate.wait(20)
+    return "let go"
+
+
+def shrink(words: list[str]) -> str:
+    """
+    Takes a word off.
+
+    Args:
+        words: All words.
+    """
+    return words.pop()
+
+
+def half_a_pair() -> str:
+    """Says what no tokenizer takes."""
+    return "a\ud83d"
+
+
+def cancel() -> str:
+    """Raises what asyncio raises in a task that is cancelled."""
+    raise asyncio.CancelledError
+
+
+async def cancel_awaited() -> str:
+    """Raises what asyncio raises in a task that is cancelled."""
+    raise asyncio.CancelledError
+
+
+async def leave_awaited() -> str:
+    """Leaves."""
+    raise SystemExit(3)
+
+
+def stop() -> str:
+    """Looks for something that is not there."""
+    return next(iter(()))

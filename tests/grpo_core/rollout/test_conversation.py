@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, ToolFunction
 from grpo_core.recipe import parse
 from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.conversation import Conversation, joined
+from grpo_core.rollout.environments import Opening, Step
 from grpo_core.rollout.episodes import Episode
 from grpo_core.rollout.reconcile import Tally, reconcile
 from grpo_core.rollout.tools import Toolbox
@@ -22,7 +23,8 @@ from tests.grpo_core.rollout.sample_environments import Counting
 from tests.grpo_core.rollout.templates import chat_with, spelled
 
 PROMPT = [{"role": "user", "content": "What is 1 plus 2?"}]
-TOOLS = ("tests.grpo_core.rollout.sample_tools:calculator", "tests.grpo_core.rollout.sample_tools:sleep")
+SAMPLES = "tests.grpo_core.rollout.sample_tools"
+TOOLS = tuple(ToolFunction(function=f"{SAMPLES}:{name}") for name in ("calculator", "sleep", "shrink"))
 NONE = Toolbox.of((), timeout_seconds=1)
 
 
@@ -56,7 +58,7 @@ def config(context: int = 2048, **generation: Any) -> RunConfig:
     )
 
 
-def begin(chat: Chat, *, tools: tuple[str, ...] = TOOLS, **generation: Any) -> Conversation:
+def begin(chat: Chat, *, tools: tuple[ToolFunction, ...] = TOOLS, **generation: Any) -> Conversation:
     return Conversation.begin(config(**generation), chat, Toolbox.of(tools, timeout_seconds=5), PROMPT)
 
 
@@ -221,6 +223,38 @@ async def test_tools_of_the_environment_are_its_own_to_answer(chat: Chat) -> Non
     assert len(environment.answers) == 2
 
 
+async def test_a_tool_of_the_environment_must_not_be_called_like_one_of_ours(chat: Chat) -> None:
+    opening = Opening(tools=({"type": "function", "function": {"name": "calculator"}},))
+    ours = Toolbox.of(TOOLS, timeout_seconds=5)
+    with pytest.raises(ChatError, match="both have a tool called calculator; rename one"):
+        Conversation.begin(config(), chat, ours, PROMPT, Episode(Counting(), 5), opening)
+
+
+async def test_neither_tools_nor_environment_can_change_what_was_said(chat: Chat) -> None:
+    class Takes(Counting):
+        async def step(self, answer: dict[str, Any]) -> Step:
+            answer["tool_calls"][0]["function"]["arguments"].clear()
+            return await super().step(answer)
+
+    episode = Episode(Takes(), 5)
+    opening = await episode.reset({"word": "tools"}, 3)
+    conversation = Conversation.begin(config(), chat, Toolbox.of(TOOLS, timeout_seconds=5), PROMPT, episode, opening)
+    look = '<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
+    shrink = '<tool_call>{"name": "shrink", "arguments": {"words": ["a", "b"]}}</tool_call>'
+    await said(conversation, look + shrink)
+    calls = [call["function"] for call in conversation.messages[1]["tool_calls"]]
+    assert [call["arguments"] for call in calls] == [{"at": 3}, {"words": ["a", "b"]}]
+
+
+async def test_half_a_surrogate_pair_in_a_call_is_no_end_of_the_rollout(chat: Chat) -> None:
+    """JSON can name one; no tokenizer and no Parquet file takes it."""
+    conversation = begin(chat)
+    await said(conversation, call("\\ud800"))
+    assert conversation.finish_reason is None
+    assert "invalid literal" in conversation.messages[-1]["content"]
+    conversation.prompt.text.encode()
+
+
 async def test_a_template_without_tools_is_an_error_of_the_rollout(policy: Path, tmp_path: Path) -> None:
     conversation = begin(chat_with(policy, tmp_path / "no", templates.NO_TOOLS))
     with pytest.raises(ChatError, match="leaves out messages of role tool"):
@@ -233,7 +267,6 @@ async def test_a_template_without_tools_is_an_error_of_the_rollout(policy: Path,
         ([], ["q"]),
         ([{"role": "user", "content": "o"}], ["q\n\no"]),
         ([{"role": "system", "content": "o"}, {"role": "user", "content": "p"}], ["q", "o", "p"]),
-        ([{"role": "user", "content": [{"type": "text", "text": "o"}]}], ["q", [{"type": "text", "text": "o"}]]),
     ],
 )
 def test_two_messages_of_one_role_become_one(added: list[dict[str, Any]], contents: list[Any]) -> None:

@@ -235,6 +235,25 @@ def test_an_environment_that_fails_for_good_makes_the_group_a_tombstone_and_neve
     assert "step of environment Counting failed: KeyError: 'lost'" in row["error"]
 
 
+def test_a_cause_that_cannot_be_stored_as_it_is_is_stored(chat: Chat, engines: list[FakeEngine]) -> None:
+    """Half a surrogate pair in an error must not cost the lease its part."""
+    settings = config({**counting(), "factory": f"{SAMPLES}.sample_environments:Unspeakable"}, max_rollout_attempts=1)
+    (row,) = make(chat, engines, lambda text, index: "x", settings, prompt())
+    assert row["status"] == FAILED and "OSError: no \ufffd" in row["error"]
+
+
+@pytest.mark.parametrize("broken", ["reset", "step", "reward"])
+def test_what_an_environment_must_not_return_costs_its_rollout_alone(
+    chat: Chat, engines: list[FakeEngine], broken: str
+) -> None:
+    rewards = Rewards()
+    settings = config(counting(hits=[1]), max_rollout_attempts=1, min_group_members=3)
+    rows = make(chat, engines, lambda text, index: "x", settings, prompt(word=f"{broken} nonsense"), rewards)
+    assert [row["status"] for row in rows] == [OK] * 3
+    assert all(f"{broken} of environment Counting failed: OutputFault" in row["error"] for row in rows)
+    assert len(rewards.calls[0]["prompts"]) == 3
+
+
 @pytest.mark.parametrize(("least", "status"), [(None, FAILED), (4, FAILED), (3, OK)])
 def test_survivors_are_a_group_of_their_own_if_there_are_enough(
     chat: Chat, engines: list[FakeEngine], least: int | None, status: str

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from grpo_core.config import HttpEnvironment
 from grpo_core.rollout.environments import Opening, Step
+from grpo_core.rollout.episodes import EnvironmentFailed, Episode, open_episodes
 from grpo_core.rollout.http_environment import HttpClient, HttpEnvironmentError
 
 ANSWER = {"role": "assistant", "content": "x"}
@@ -82,7 +84,7 @@ async def test_an_episode_goes_over_the_wire(server: Server) -> None:
     assert bodies[4]["previous"] == bodies[0]["episode"] != bodies[4]["episode"]
 
 
-@pytest.mark.parametrize("fault", ["500", "reset", "silence"])
+@pytest.mark.parametrize("fault", ["408", "429", "500", "reset", "silence"])
 async def test_a_request_whose_answer_was_lost_is_sent_again_unchanged(server: Server, fault: str) -> None:
     environment = client(server)
     await environment.reset({}, 7)
@@ -90,6 +92,25 @@ async def test_a_request_whose_answer_was_lost_is_sent_again_unchanged(server: S
     await environment.step(ANSWER)
     assert server.paths() == ["/reset", "/step", "/step"]
     assert server.requests[1] == server.requests[2]
+
+
+async def test_an_episode_that_is_cancelled_in_the_middle_of_a_request_is_closed(server: Server) -> None:
+    episodes = open_episodes(HttpEnvironment(url=server.url, timeout_seconds=5))
+    assert episodes is not None
+
+    async def rollout() -> None:
+        async with episodes.episode() as episode:
+            await episode.reset({}, 7)
+            server.faults = ["silence"]
+            await episode.step(ANSWER)
+
+    task = asyncio.create_task(rollout())
+    while "/step" not in server.paths():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait({task})
+    assert server.paths() == ["/reset", "/step", "/close"]
+    assert server.requests[2][1]["episode"] == server.requests[0][1]["episode"]
 
 
 async def test_a_refusal_is_final(server: Server) -> None:
@@ -117,10 +138,26 @@ async def test_silence_ends_before_the_deadline_of_the_call(server: Server) -> N
     [
         ("not json", "not JSON"),
         ("[1]", "not an object"),
-        (json.dumps({"messages": ["x"]}), "give a list of role/content messages"),
+        (json.dumps({"messages": ["x"]}), r"messages\[0\] is 'x'; return an object"),
+        (json.dumps({"messages": "x"}), "messages is 'x'; return a tuple or list"),
     ],
 )
 async def test_an_answer_outside_the_contract_is_an_error(server: Server, answer: str, message: str) -> None:
     server.faults = [answer]
-    with pytest.raises(HttpEnvironmentError, match=message):
-        await client(server).reset({}, 7)
+    with pytest.raises(EnvironmentFailed, match=f"reset of environment HttpClient failed: .*{message}"):
+        await Episode(client(server), 5).reset({}, 7)
+
+
+async def test_an_answer_without_a_reward_is_an_error_and_null_is_none(server: Server) -> None:
+    server.faults = ["{}", '{"reward": null}', '{"reward": "high"}']
+    with pytest.raises(HttpEnvironmentError, match="/reward answered {} without a reward"):
+        await client(server).reward()
+    assert await Episode(client(server), 5).reward() is None
+    with pytest.raises(EnvironmentFailed, match="the result is 'high'"):
+        await Episode(client(server), 5).reward()
+
+
+async def test_what_an_answer_lacks_or_has_as_null_is_nothing(server: Server) -> None:
+    server.faults = ["{}", '{"messages": null, "tools": null}', "{}"]
+    assert await client(server).reset({}, 7) == await client(server).reset({}, 7) == Opening()
+    assert await client(server).step(ANSWER) == Step()

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 import torch
 
+from grpo_core.config import ToolFunction
 from grpo_core.recipe import parse
 from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import refit_weights
@@ -63,7 +64,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tiny.make(tmp_path_factory.mktemp("policy") / "tiny", max_position_embeddings=CONTEXT)
     (directory / "chat_template.jinja").write_text(templates.TOOLS)
     chat = Chat(directory, {})
-    schemas = Toolbox.of([CALCULATOR], timeout_seconds=5).schemas
+    schemas = Toolbox.of([ToolFunction(function=CALCULATOR)], timeout_seconds=5).schemas
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     shown = [demonstration(chat, schemas, a, b) for a, b in SUMS]
     longest = max(len(ids) for ids, _ in shown)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,11 @@ def test_none_and_nan_mean_unscorable_and_never_zero() -> None:
         ("infinite", "inf"),
         ("text", "could not convert string to float"),
         ("nothing", "NoneType"),
+        ("stop", "StopIteration() (on_word"),
+        ("cancel", "CancelledError"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("wordy", "ValueError: xxx"),
+        ("complex", "complex"),
     ],
 )
 def test_a_wrong_answer_is_an_error_and_the_worker_lives_on(on_word: RewardWorkers, word: str, message: str) -> None:
@@ -216,6 +222,43 @@ def test_an_answer_that_nobody_waits_for_is_passed_over() -> None:
     assert asyncio.run(run()) == {"m:f": [1.0, None]}
 
 
+def test_an_async_function_that_raises_a_cancellation_is_an_error_at_once() -> None:
+    with workers("cancelled") as pool, pytest.raises(RewardError, match="cancelled raised CancelledError"):
+        score(pool, "a")
+
+
+def test_what_a_function_starts_has_not_our_input(on_word: RewardWorkers) -> None:
+    before = pid(on_word)
+    assert side_by_side(on_word, ["read", "pid"]) == [before, before]
+
+
+def test_what_a_function_starts_ends_with_its_worker() -> None:
+    with workers("on_word") as pool:
+        child = psutil.Process(int(score(pool, "a", word="child").rewards[0]))
+        with pytest.raises(RewardError, match="status 7"):
+            score(pool, "a", word="die")
+        assert until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        child = psutil.Process(int(score(pool, "a", word="child").rewards[0]))
+    assert until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_stopped_worker_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_process, "SILENT_SECONDS", 0.5)
+    with workers("on_word") as pool:
+        stopped = pid(pool)
+        os.kill(stopped, signal.SIGSTOP)
+        assert score(pool, "a", word="pid").rewards[0] != stopped
+        assert until(lambda: not psutil.pid_exists(stopped))
+        assert pid(pool) != stopped
+
+
+def test_what_cannot_be_sent_is_an_error_of_its_group(on_word: RewardWorkers) -> None:
+    before = pid(on_word)
+    with pytest.raises(RewardError, match="cannot be sent to its reward worker: keys must be"):
+        score(on_word, "a", word="pid", facts={(1, 2): 3})
+    assert score(on_word, "a", word="pid", day=date(2026, 1, 2)).rewards == [before]
+
+
 def test_a_worker_that_was_killed_while_idle_costs_no_group(on_word: RewardWorkers) -> None:
     killed = pid(on_word)
     os.kill(killed, signal.SIGKILL)
@@ -276,6 +319,16 @@ def test_a_group_that_was_given_up_leaves_the_worker_to_the_others(on_word: Rewa
     assert pid(on_word) == before
 
 
+def test_a_group_that_was_given_up_and_hangs_costs_its_worker_at_its_deadline() -> None:
+    with workers("on_word", timeout=1.0) as pool:
+        before = pid(pool)
+        given_up = pool.submit(prompts=[[]], completions=[[]], completion_ids=[[1]], columns={"word": ["hang"]})
+        assert until(lambda: psutil.Process(before).num_threads() > 3)
+        given_up.cancel()
+        assert until(lambda: not psutil.pid_exists(before))
+        assert pid(pool) != before
+
+
 def test_methods_and_callable_objects_may_score() -> None:
     with workers("Scorer.static", "half", "half_awaited") as pool:
         assert score(pool, "a", "b").rewards == [2.0, 2.0]
@@ -291,8 +344,11 @@ def test_without_functions_nothing_is_scored_and_the_environment_may_still_say_s
     assert with_source(Scores({"f": [1.0]}, [3.0]), "environment", [0.5], -1.0).rewards == [2.5]
 
 
-@pytest.mark.parametrize("given", ["lambda completions, **columns: [0.0]", lambda completions, **columns: [0.0]])
-def test_a_lambda_is_refused_in_a_sentence_that_says_why(given: Any) -> None:
+@pytest.mark.parametrize(
+    "given",
+    ["lambda completions, **columns: [0.0]", lambda completions, **columns: [0.0], "m:f.<locals>.g", "m:<lambda>"],
+)
+def test_a_function_without_a_name_is_refused_in_a_sentence_that_says_why(given: Any) -> None:
     with pytest.raises(ConfigError, match="no name by which a worker process could import it; .* give module:function"):
         parse({"rewards": {"functions": [{"function": given}]}}, where="recipe.yaml")
 

@@ -51,6 +51,11 @@ def test_calls_are_read(tool_format: ToolFormat, text: str, answer: Answer) -> N
         ("pythonic", "[add(1)]", "not name(argument=value"),
         ("pythonic", "[add(a=b)]", "not literal values"),
         ("pythonic", "[add(a=", "not Python"),
+        ("pythonic", "[add(a={[]: 1})]", "not literal values"),
+        ("pythonic", f"[add(a={'-' * 5000}1)]", "not Python"),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON"),
+        ("mistral", f"[TOOL_CALLS]{'[' * 100_000}", "not JSON"),
+        ("llama", '{"name":' * 100_000, "not JSON"),
     ],
 )
 def test_a_malformed_call_has_a_fault_and_stays_in_the_text(tool_format: ToolFormat, text: str, fault: str) -> None:

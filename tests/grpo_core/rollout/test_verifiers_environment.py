@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_core.rollout.environments import Opening, Step
-from grpo_core.rollout.verifiers_environment import Verifiers, VerifiersError
+from grpo_core.rollout.episodes import EnvironmentFailed, Episode
+from grpo_core.rollout.verifiers_environment import Shared, Verifiers, VerifiersError, load
 
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
 COLUMNS = {"prompt": PROMPT, "answer": "4", "info": '{"level": 3}'}
@@ -69,7 +74,7 @@ class Newer:
 
 
 async def test_an_older_environment_answers_until_it_is_completed() -> None:
-    environment = Verifiers(Older())
+    environment = Verifiers(Shared(Older()))
     assert await environment.reset(COLUMNS, 0) == Opening()
     assert await environment.step(says("3")) == Step(({"role": "user", "content": "try 1"},))
     assert await environment.step(says("5")) == Step(({"role": "user", "content": "try 2"},))
@@ -78,7 +83,7 @@ async def test_an_older_environment_answers_until_it_is_completed() -> None:
 
 
 async def test_a_newer_environment_runs_its_own_tools() -> None:
-    environment = Verifiers(Newer())
+    environment = Verifiers(Shared(Newer()))
     opening = await environment.reset(COLUMNS, 0)
     assert [schema["function"]["name"] for schema in opening.tools] == ["add"]
     call = {"id": "t0001c000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -89,7 +94,7 @@ async def test_a_newer_environment_runs_its_own_tools() -> None:
 
 
 async def test_a_single_turn_environment_is_done_after_one_answer() -> None:
-    environment = Verifiers(SimpleNamespace(rubric=SimpleNamespace(funcs=[correct], weights=[1.0])))
+    environment = Verifiers(Shared(SimpleNamespace(rubric=SimpleNamespace(funcs=[correct], weights=[1.0]))))
     await environment.reset(COLUMNS, 0)
     assert (await environment.step(says("5"))).done
     assert await environment.reward() == 0.0
@@ -99,7 +104,7 @@ async def test_a_reward_function_that_raises_is_no_zero() -> None:
     def broken(completion: list[Any]) -> float:
         raise KeyError("lost")
 
-    environment = Verifiers(SimpleNamespace(rubric=SimpleNamespace(funcs=[broken], weights=[1.0])))
+    environment = Verifiers(Shared(SimpleNamespace(rubric=SimpleNamespace(funcs=[broken], weights=[1.0]))))
     await environment.reset(COLUMNS, 0)
     await environment.step(says("4"))
     with pytest.raises(KeyError):
@@ -107,7 +112,7 @@ async def test_a_reward_function_that_raises_is_no_zero() -> None:
 
 
 async def test_episodes_of_one_environment_do_not_share_state() -> None:
-    shared = Older()
+    shared = Shared(Older())
     one, other = Verifiers(shared), Verifiers(shared)
     await one.reset(COLUMNS, 0)
     await one.step(says("4"))
@@ -121,4 +126,137 @@ def test_a_reward_over_a_whole_group_is_refused_by_name() -> None:
         return []
 
     with pytest.raises(VerifiersError, match="spread .* completions of a whole group"):
-        Verifiers(SimpleNamespace(rubric=SimpleNamespace(funcs=[spread], weights=[1.0])))
+        Shared(SimpleNamespace(rubric=SimpleNamespace(funcs=[spread], weights=[1.0])))
+
+
+class Holding:
+    """Holds something for each rollout until it is cleaned up after, as the library's newer versions do it: when a stop
+    condition is met."""
+
+    rubric = SimpleNamespace(funcs=[correct, lambda state: 10.0 * state["cleaned_up"]], weights=[1.0, 1.0])
+
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
+        self.held = 0
+
+    async def setup_state(self, state: dict[str, Any]) -> None:
+        self.held += 1
+        state["cleaned_up"] = 0
+
+    async def is_completed(self, state: dict[str, Any], **columns: Any) -> bool:
+        if state["turn"] < self.most:
+            return False
+        state["timing"]["total_ms"] = 1000 * (time.time() - state["timing"]["start_time"])
+        await self._cleanup(state)
+        return True
+
+    async def _cleanup(self, state: dict[str, Any]) -> None:
+        self.held -= 1
+        state["cleaned_up"] += 1
+
+    async def env_response(self, messages: list[Any], state: dict[str, Any]) -> str:
+        return "again"
+
+
+async def test_a_rollout_is_cleaned_up_after_once_whoever_ends_it_and_before_it_is_rewarded() -> None:
+    holding = Holding()
+    one = Verifiers(Shared(holding))
+    await one.reset(COLUMNS, 0)
+    assert [(await one.step(says("4"))).done for _ in range(2)] == [False, True]
+    assert await one.reward() == 11.0 and holding.held == 0
+    await one.reset(COLUMNS, 0)
+    await one.step(says("4"))  # and cut off there
+    assert holding.held == 1 and await one.reward() == 10.0 and holding.held == 0
+    await one.reset(COLUMNS, 0)
+    await one.reset(COLUMNS, 0)
+    assert holding.held == 1
+    await one.close()
+    await one.close()
+    assert holding.held == 0
+
+
+async def test_a_rollout_that_is_cancelled_or_fails_in_its_setup_is_cleaned_up_after() -> None:
+    class Failing(Holding):
+        async def setup_state(self, state: dict[str, Any]) -> None:
+            await super().setup_state(state)
+            raise OSError("no machine")
+
+    holding = Failing()
+    one = Verifiers(Shared(holding))
+    with pytest.raises(OSError, match="no machine"):
+        await one.reset(COLUMNS, 0)
+    await one.close()
+    assert holding.held == 0
+
+
+async def test_a_plain_function_that_hangs_is_late_alone() -> None:
+    gate = threading.Event()
+
+    class Hanging(Older):
+        async def is_completed(self, **columns: Any) -> bool:
+            return False
+
+        def env_response(self, messages: list[Any], state: dict[str, Any]) -> str:
+            if messages[-1]["content"] == "hang":
+                gate.wait(20)
+            return "go on"
+
+    shared = Shared(Hanging())
+    late, other = Episode(Verifiers(shared), 0.5), Episode(Verifiers(shared), 20)
+    await late.reset(COLUMNS, 0)
+    await other.reset(COLUMNS, 0)
+    hanging = asyncio.create_task(late.step(says("hang")))
+    assert (await other.step(says("x"))).messages[0]["content"] == "go on"
+    assert not hanging.done()
+    with pytest.raises(EnvironmentFailed, match=r"within 0.5 s"):
+        await hanging
+    assert shared.calls.left_behind == 1
+    gate.set()
+
+
+def test_leases_on_loops_of_their_own_share_an_environment_whose_lock_belongs_to_one() -> None:
+    class Locking(Older):
+        lock = asyncio.Lock()
+
+        async def setup_state(self, state: dict[str, Any], **columns: Any) -> dict[str, Any]:
+            async with self.lock:
+                await asyncio.sleep(0.01)
+            return {**state, "level": 1}
+
+    shared, done = Shared(Locking()), []
+
+    async def rollouts() -> None:
+        await asyncio.gather(*(Verifiers(shared).reset(COLUMNS, 0) for _ in range(4)))
+        done.append(True)
+
+    threads = [threading.Thread(target=lambda: asyncio.run(rollouts())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert done == [True] * 3
+
+
+def test_a_function_of_weight_0_only_measures() -> None:
+    assert [
+        weight
+        for _, weight in Shared(
+            SimpleNamespace(rubric=SimpleNamespace(funcs=[correct, polite], weights=[0.0, 2]))
+        ).functions
+    ] == [2.0]
+
+
+def test_loading_leaves_the_signals_to_whoever_had_them() -> None:
+    def greedy(**arguments: Any) -> Older:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        return Older()
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    load(greedy, {})
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_environment_that_cannot_be_loaded_is_an_error_that_says_so() -> None:
+    with pytest.raises(VerifiersError, match=r"cannot load its environment with {'level': 3}: TypeError"):
+        load(Older, {"level": 3})
