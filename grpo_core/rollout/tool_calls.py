@@ -5,7 +5,9 @@
     mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …]
     pythonic  the whole answer is [name(argument=value, …), …] with literal values
 
-A call that is begun but malformed is a call too: it has a `fault` and no name, so that the policy can be told.
+A call that is begun but malformed is a call too: it has a `fault` and no name, so that the policy can be told. The
+arguments of a call without a fault are plain JSON values, nested no deeper than DEEPEST: whoever copies, sends or renders
+them may rely on it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +25,8 @@ ToolFormat = Literal["hermes", "llama", "mistral", "pythonic"]
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
+# Levels of arguments; no tool needs so many, and beyond some hundred neither templates nor copies can go.
+DEEPEST = 32
 # What json and ast raise about text; a policy nests as deeply and writes as odd literals as it likes.
 UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
@@ -99,14 +104,14 @@ def _pythonic(text: str) -> Answer:
 
 
 def _from_expression(node: ast.expr) -> ToolCall:
-    if not isinstance(node, ast.Call) or node.args:
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         return _malformed(ast.unparse(node), "it is not name(argument=value, …)")
     name = ast.unparse(node.func)
     try:
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     except UNREADABLE:
         return _malformed(ast.unparse(node), "its arguments are not literal values")
-    return ToolCall(name, values)
+    return _call(name, values)
 
 
 def _from_json(text: str, arguments: str) -> ToolCall:
@@ -119,7 +124,7 @@ def _from_json(text: str, arguments: str) -> ToolCall:
 
 def _from_value(value: Any, arguments: str) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return _malformed(json.dumps(value), f"it is not an object with name and {arguments}")
+        return _malformed(reprlib.repr(value), f"it is not an object with name and {arguments}")
     given = value.get(arguments, {})
     if isinstance(given, str):
         # Some policies write the arguments as JSON within JSON.
@@ -128,8 +133,27 @@ def _from_value(value: Any, arguments: str) -> ToolCall:
         except UNREADABLE as error:
             return ToolCall(value["name"], fault=f"its {arguments} are not JSON ({error})")
     if not isinstance(given, dict):
-        return ToolCall(value["name"], fault=f"its {arguments} are {json.dumps(given)[:100]}, not an object")
-    return ToolCall(value["name"], given)
+        return ToolCall(value["name"], fault=f"its {arguments} are {reprlib.repr(given)}, not an object")
+    return _call(value["name"], given)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """The call, as JSON has its arguments."""
+    try:
+        plain = json.loads(json.dumps(arguments, allow_nan=False))
+    except UNREADABLE as error:
+        return ToolCall(name, fault=f"the arguments of {name} are not all JSON values ({error})")
+    if _is_deeper(plain, DEEPEST):
+        return ToolCall(name, fault=f"the arguments of {name} are nested more than {DEEPEST} levels deep")
+    return ToolCall(name, plain)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether `value` has more than so many levels of lists and objects."""
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inner)
 
 
 def _malformed(text: str, why: str) -> ToolCall:

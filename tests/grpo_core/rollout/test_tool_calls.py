@@ -56,6 +56,12 @@ def test_calls_are_read(tool_format: ToolFormat, text: str, answer: Answer) -> N
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON"),
         ("mistral", f"[TOOL_CALLS]{'[' * 100_000}", "not JSON"),
         ("llama", '{"name":' * 100_000, "not JSON"),
+        ("hermes", f"<tool_call>{'[' * 400}{']' * 400}</tool_call>", "not an object with name and arguments"),
+        ("pythonic", "[add(a={[1]})]", "not literal values"),
+        ("pythonic", "[add(a={[1]: 2})]", "not literal values"),
+        ("pythonic", "[add(**{'a': 1})]", "not name(argument=value"),
+        ("pythonic", f"[add(a={'+'.join('1' * 5000)})]", "not Python"),
+        ("pythonic", f"[a{'.a' * 5000}()]", "not Python"),
     ],
 )
 def test_a_malformed_call_has_a_fault_and_stays_in_the_text(tool_format: ToolFormat, text: str, fault: str) -> None:
@@ -70,6 +76,54 @@ def test_a_call_whose_arguments_are_no_object_keeps_its_name(given_arguments: st
     text = f'<tool_call>{{"name": "add", "arguments": {given_arguments}}}</tool_call>'
     (call,) = parse_answer(text, "hermes").calls
     assert call.name == "add" and call.fault is not None
+
+
+DEEP = "[" * 400 + "]" * 400
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "fault"),
+    [
+        ("pythonic", "[add(a=b'x')]", "not all JSON values"),
+        ("pythonic", "[add(a={1, 2})]", "not all JSON values"),
+        ("pythonic", "[add(a=...)]", "not all JSON values"),
+        ("pythonic", "[add(a=2j)]", "not all JSON values"),
+        ("pythonic", "[add(a={(1, 2): 3})]", "not all JSON values"),
+        ("pythonic", "[add(a=1e999)]", "not all JSON values"),
+        ("pythonic", f"[add(a=0x{'f' * 5000})]", "not all JSON values"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "not all JSON values"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": {DEEP}}}}}</tool_call>', "32 levels"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>', "not an object"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": "{"[" * 100_000}"}}</tool_call>', "not JSON"),
+        ("llama", f'{{"name": "add", "parameters": {{"a": {DEEP}}}}}', "32 levels"),
+        ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments": {{"a": {DEEP}}}}}]', "32 levels"),
+    ],
+)
+def test_arguments_that_are_no_json_values_are_a_fault_of_their_call(
+    tool_format: ToolFormat, text: str, fault: str
+) -> None:
+    (call,) = parse_answer(text, tool_format).calls
+    assert (call.name, call.arguments) == ("add", {}) and call.fault is not None and fault in call.fault
+
+
+def test_arguments_are_as_json_has_them() -> None:
+    (call,) = parse_answer("[add(a=(1, 2), b={3: None})]", "pythonic").calls
+    assert call == ToolCall("add", {"a": [1, 2], "b": {"3": None}})
+    (call,) = parse_answer('<tool_call>{"name": "add", "arguments": {"a": [[1]]}}</tool_call>', "hermes").calls
+    assert call.arguments == {"a": [[1]]}
+
+
+def test_no_depth_makes_the_parser_raise() -> None:
+    """Reading, copying and showing a value each run out of stack at a depth of their own."""
+    for depth in range(850, 1000):
+        deep = "[" * depth + "]" * depth
+        for value in (
+            deep,
+            f'{{"name": "add", "arguments": {deep}}}',
+            f'{{"name": "add", "arguments": {{"a": {deep}}}}}',
+        ):
+            (call,) = parse_answer(f"<tool_call>{value}</tool_call>", "hermes").calls
+            assert call.fault is not None
 
 
 def test_arguments_may_be_json_within_json() -> None:
