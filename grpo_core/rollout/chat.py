@@ -79,20 +79,26 @@ class Chat:
             roles = ", ".join(sorted({str(message.get("role")) for message in added}))
             raise ChatError(f"the chat template leaves out messages of role {roles}; use one that renders them")
         if whole.startswith(closed) and closed.startswith(held.text):
-            end, said = str(self._tokenizer.decode([output_ids[-1]])), self.raw_text(output_ids)
             answer, after = closed[len(held.text) :], whole[len(closed) :]
-            if end in answer:
-                # The end of the turn goes in and comes out again, so that what follows is tokenized as it is there.
-                rest = self._encoded(answer[answer.rindex(end) :] + after)
-                if rest[0] == output_ids[-1]:
-                    return PromptText(whole, [*held.ids, *output_ids, *rest[1:]])
+            kept = output_ids[: len(output_ids) - (output_ids[-1] in self.stop_token_ids)]
+            if (end := self._end_of_turn(answer, output_ids[-1])) is not None:
+                # The end of the turn goes in and comes out again, so that what follows is tokenized as it is there. Where
+                # the turn ended by another token than the template's, the template's takes its place.
+                return PromptText(whole, [*held.ids, *kept, *self._encoded(answer[end:] + after)])
+            said = self.raw_text(output_ids)
             if answer.startswith(said):
-                # The turn ended by another token than the template's, which takes its place.
-                kept = output_ids[: len(output_ids) - (output_ids[-1] in self.stop_token_ids)]
                 return PromptText(whole, [*held.ids, *kept, *self._encoded(answer[len(said) :] + after)])
         if whole.startswith(held.text):
             return PromptText(whole, [*held.ids, *self._encoded(whole[len(held.text) :])])
         return PromptText(whole, self._encoded(whole))
+
+    def _end_of_turn(self, answer: str, ended_by: int) -> int | None:
+        """Where the template ends an answer's turn: at the token that the answer ended by, or else at any that ends turns."""
+        for tokens in ((ended_by,), self.stop_token_ids):
+            ends = [str(self._tokenizer.decode([token])) for token in tokens if token in self.stop_token_ids]
+            if (last := max((answer.rfind(end) for end in ends if end), default=-1)) >= 0:
+                return last
+        return None
 
     def text(self, ids: Sequence[int]) -> str:
         """What the assistant said, without special tokens."""

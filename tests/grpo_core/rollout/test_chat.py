@@ -164,6 +164,25 @@ def test_another_end_of_turn_than_the_templates_gives_way_to_it(copy: Path) -> N
     assert chat.raw_text(output) == "1 plus 2"
 
 
+@pytest.mark.parametrize("words_after", ["", " So I ask."])
+def test_a_call_that_ended_by_another_end_of_turn_is_kept_as_it_was_generated(
+    policy: Path, copy: Path, words_after: str
+) -> None:
+    generation_config(copy, eos_token_id=[0])
+    (copy / "chat_template.jinja").write_text(templates.TOOLS)
+    chat = Chat(copy, {})
+    call = {"id": "t", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    first = chat.prompt(QUESTION)
+    said = spelled(chat, '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>' + words_after, ended=False)
+    answered = [*QUESTION, answer(words_after.strip(), tool_calls=[call])]
+    ids = chat.next_prompt(first, [*said, 0], answered, [{"role": "tool", "content": "3"}]).ids
+    held = [*first.ids, *said]
+    assert ids[: len(held)] == held
+    assert "".join(chat.pieces(ids[len(held) :])) == (
+        "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_a_template_that_leaves_a_message_out_is_refused(policy: Path, tmp_path: Path) -> None:
     chat = chat_with(policy, tmp_path / "chat", templates.NO_TOOLS)
     with pytest.raises(ChatError, match="leaves out messages of role tool"):
