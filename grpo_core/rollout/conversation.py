@@ -6,7 +6,9 @@ Contract: the caller asks an engine for `prompt.ids` with at most `budget` token
 Invariants: a turn's prompt begins with the ids of the turn before, prompt and output, unless the chat template writes
 history anew (see `rollout.chat`); a turn cut off by its budget ends the rollout, and so does a prompt that no longer
 fits: both as `length`, whatever was reached till then stays and is scored. A call beyond
-generation.max_tool_calling_iterations is not made and ends the rollout as `tool_calls`.
+generation.max_tool_calling_iterations is not made and ends the rollout as `tool_calls`. The environment sees every answer
+that is not made of calls of other tools alone, and the last one of these rollouts too, without its calls. What tools and
+environment say is cut at LONGEST_MESSAGE characters, and says so.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from grpo_core.rollout.tools import Toolbox, ToolResult
 from grpo_core.trajectory import Rollout, Turn
 
 LENGTH, TOOL_CALLS = "length", "tool_calls"
+# Characters. To tokenize one message of so many takes about a tenth of a second, for which all other rollouts wait.
+LONGEST_MESSAGE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -94,9 +98,10 @@ class Conversation:
             return
         limit = self.config.generation.max_tool_calling_iterations
         if answer.calls and limit is not None and self.tool_rounds >= limit:
+            await self._last_step(answer)
             self.finish_reason = TOOL_CALLS
             return
-        added = await self._answered(answer)
+        added = [_shortened(message) for message in await self._answered(answer)]
         if not added:
             self.finish_reason = turn.finish_reason
             return
@@ -176,7 +181,7 @@ class Conversation:
             self.tool_usage.add(call.name, result.seconds, failed=result.failed)
 
     async def _last_step(self, answer: Answer) -> None:
-        """Let the environment see an answer that was cut off: it may be worth something."""
+        """Let the environment see an answer after which the rollout ends whatever it says: it may be worth something."""
         if self.episode is not None:
             await self.episode.step(_assistant(Answer(answer.content), len(self.turns)))
 
@@ -190,6 +195,14 @@ def joined(messages: Sequence[Message], added: Sequence[Message]) -> list[Messag
     if last["role"] != first["role"] or not isinstance(last["content"], str):
         return [*messages, *added]
     return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{first['content']}"}, *added[1:]]
+
+
+def _shortened(message: Message) -> Message:
+    content = message["content"]
+    if len(content) <= LONGEST_MESSAGE:
+        return message
+    note = f"\n[cut: the first {LONGEST_MESSAGE} of {len(content)} characters]"
+    return {**message, "content": content[:LONGEST_MESSAGE] + note}
 
 
 def _assistant(answer: Answer, turn: int) -> Message:

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_core.config import RunConfig, ToolFunction
 from grpo_core.recipe import parse
+from grpo_core.rollout import conversation as conversation_module
 from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.conversation import Conversation, joined
 from grpo_core.rollout.environments import Opening, Step
@@ -204,6 +205,39 @@ async def test_the_environment_sees_an_answer_that_was_cut_off(chat: Chat) -> No
     conversation = Conversation.begin(config(), chat, NONE, PROMPT, episode, await episode.reset({}, 3))
     await said(conversation, "a", finish_reason="length")
     assert conversation.finish_reason == "length" and await episode.reward() == 1.0
+
+
+async def test_the_environment_sees_an_answer_whose_calls_are_beyond_the_limit(chat: Chat) -> None:
+    environment = Counting(steps=3)
+    episode = Episode(environment, 5)
+    opening = await episode.reset({"word": "tools"}, 3)
+    ours = Toolbox.of(TOOLS, timeout_seconds=5)
+    limited = config(max_tool_calling_iterations=0)
+    conversation = Conversation.begin(limited, chat, ours, PROMPT, episode, opening)
+    await said(conversation, 'Look.<tool_call>{"name": "look", "arguments": {}}</tool_call>')
+    assert conversation.finish_reason == "tool_calls" and conversation.tool_calls == 0
+    assert environment.answers == [{"role": "assistant", "content": "Look."}]
+    assert await episode.reward() == 1.0
+
+
+@pytest.mark.parametrize("speaker", ["tool", "environment"])
+async def test_a_message_too_long_to_tokenize_at_once_is_cut_and_says_so(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, speaker: str
+) -> None:
+    monkeypatch.setattr(conversation_module, "LONGEST_MESSAGE", 4)
+    environment = Counting(steps=3)
+    conversation = begin(chat)
+    if speaker == "environment":
+        episode = Episode(environment, 5)
+        await episode.reset({}, 3)
+        conversation = Conversation.begin(config(), chat, NONE, PROMPT, episode)
+    await said(conversation, call("12345 + 0") if speaker == "tool" else "so?")
+    cut = {
+        "tool": "1234\n[cut: the first 4 of 5 characters]",
+        "environment": "answ\n[cut: the first 4 of 8 characters]",
+    }
+    assert conversation.messages[-1]["content"] == cut[speaker]
+    assert cut[speaker] in chat.text(conversation.prompt.ids)
 
 
 async def test_tools_of_the_environment_are_its_own_to_answer(chat: Chat) -> None:
