@@ -2,6 +2,9 @@
 
 `call` ends with the answer, with RewardError for what is the group's own fault, or with WorkerLost when the process was
 lost and any of its groups may be to blame. A process that says what no worker says is ended, and so is lost.
+
+A process is over when it has exited, though something that was forked from it may hold its output open for ever; with it
+ends whatever it started in its session. Ending one never raises, so that nothing hides why it was ended.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from grpo_core.rollout.reward_worker import OUT_OF_MEMORY, TICK_SECONDS
 START_SECONDS = 120.0
 # A worker is gone within moments of being killed.
 END_SECONDS = 10.0
+EXIT_POLL_SECONDS = 0.05
+# What a worker said before it exited is in its pipe by then.
+LAST_WORDS_SECONDS = 1.0
 # A worker that was silent for so long while it had groups is held up as a whole.
 SILENT_SECONDS = 5.0
 # Longest line that a worker may answer, bytes.
@@ -126,6 +132,19 @@ class RewardProcess:
 
     async def _read(self) -> None:
         """Take in what the process says, until its end."""
+        listening = asyncio.ensure_future(self._listen())
+        # Not Process.wait, which in some versions of Python waits for the end of the output too.
+        while self._process.returncode is None:
+            await asyncio.sleep(EXIT_POLL_SECONDS)
+        # What a reward function started may outlive the worker that crashed.
+        self._kill()
+        await asyncio.wait({listening}, timeout=LAST_WORDS_SECONDS)
+        listening.cancel()
+        # There is no public way to let go of an output that somebody else holds open.
+        self._process._transport.close()  # type: ignore[attr-defined]
+        self._lose(WorkerLost(self._death()))
+
+    async def _listen(self) -> None:
         assert self._process.stdout is not None
         try:
             while line := await self._process.stdout.readline():
@@ -133,10 +152,6 @@ class RewardProcess:
                 self._hear(line)
         except (ValueError, RecursionError) as error:
             self._lose(WorkerLost(f"reward worker said what no worker says ({self._names}): {error}"))
-        await self._process.wait()
-        # What a reward function started may outlive the worker that crashed.
-        self._kill()
-        self._lose(WorkerLost(self._death()))
 
     def _hear(self, line: bytes) -> None:
         """Take in one line. Raise ValueError for nonsense."""
@@ -193,12 +208,11 @@ class RewardProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait for its end, END_SECONDS at most. Never raises."""
         self.takes_calls = False
         if self._process.returncode is None:
             self._kill()
-        async with asyncio.timeout(END_SECONDS):
-            await self._reader
+        await asyncio.wait({self._reader}, timeout=END_SECONDS)
 
 
 def components_of(rewards: Any, names: Sequence[str]) -> Components:

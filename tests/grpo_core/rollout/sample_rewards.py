@@ -40,7 +40,13 @@ def uncertain(completions: list[Any], **columns: Any) -> list[float | None]:
 
 def on_word(completions: list[Any], word: list[str], **columns: Any) -> list[float]:
     """Does what the column `word` says."""
-    match word[0]:
+    words = word[0].removeprefix("fork ")
+    if words != word[0] and os.fork() == 0:
+        if words.startswith("away"):
+            os.setsid()
+        time.sleep(20)
+        os._exit(0)
+    match words.removeprefix("away "):
         case "hang":
             time.sleep(600)
         case "nap":

@@ -157,31 +157,45 @@ def test_a_hang_or_a_crash_is_an_error_and_the_worker_is_replaced(
     assert pid(on_word) != before
 
 
-class Spoken:
-    """A process that says these lines once it is asked something, and then nothing."""
+@pytest.mark.parametrize(
+    ("word", "message", "timeout"),
+    [
+        ("fork die", "died with status 7", 20),
+        ("fork away die", "died with status 7", 20),
+        ("fork away hang", "within 1 s", 1),
+    ],
+)
+def test_what_a_function_forked_does_not_hide_the_end_of_its_worker(word: str, message: str, timeout: float) -> None:
+    """It has the worker's output, so that this does not end with the worker."""
+    with workers("on_word", timeout=timeout) as pool:
+        before = pool._workers[0]._process.pid
+        with pytest.raises(RewardError, match=message):
+            score(pool, "a", word=word)
+        assert not psutil.pid_exists(before)
 
-    def __init__(self, *lines: bytes) -> None:
-        self.stdout = asyncio.StreamReader(limit=1000)
-        self.stdout.feed_data(b'{"ready": true}\n')
-        self.stdin = self
-        self.returncode: int | None = None
-        self._lines = lines
-        self._ended = asyncio.Event()
 
-    def is_closing(self) -> bool:
-        return False
+SPEAKER = """
+import sys, time
+for line in (b'{"ready": true}', None, *map(bytes.fromhex, sys.argv[1:])):
+    if line is None:
+        sys.stdin.readline()
+    else:
+        sys.stdout.buffer.write(line + b"\\n")
+        sys.stdout.buffer.flush()
+time.sleep(600)
+"""
 
-    def write(self, asked: bytes) -> None:
-        for line in self._lines:
-            self.stdout.feed_data(line + b"\n")
 
-    def kill(self) -> None:
-        self.returncode = -9
-        self.stdout.feed_eof()
-        self._ended.set()
-
-    async def wait(self) -> None:
-        await self._ended.wait()
+async def speaker(*lines: bytes) -> reward_process.RewardProcess:
+    """A worker that says these lines once it is asked something, and then nothing."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-Sc", SPEAKER, *(line.hex() for line in lines)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1000,
+        start_new_session=True,
+    )
+    return reward_process.RewardProcess(FUNCTION, process)
 
 
 @pytest.mark.parametrize(
@@ -202,19 +216,19 @@ class Spoken:
 )
 def test_a_worker_that_says_nonsense_is_ended_and_its_groups_hear_of_it(line: bytes) -> None:
     async def run() -> None:
-        process = Spoken(line)
-        worker = reward_process.RewardProcess(FUNCTION, process)  # type: ignore[arg-type]
+        worker = await speaker(line)
         with pytest.raises(reward_process.WorkerLost, match="said what no worker says"):
             await worker.call({"completions": [[]]})
-        assert process.returncode == -9 and not worker.takes_calls
+        assert worker._process.returncode == -signal.SIGKILL and not worker.takes_calls
 
     asyncio.run(run())
 
 
 def test_an_answer_that_nobody_waits_for_is_passed_over() -> None:
     async def run() -> dict[str, list[float | None]]:
-        process = Spoken(b'{"id": [1]}', b'{"id": 7, "rewards": 3}', b'{"id": 1, "rewards": {"m:f": [1.0, null]}}')
-        worker = reward_process.RewardProcess(FUNCTION, process)  # type: ignore[arg-type]
+        worker = await speaker(
+            b'{"id": [1]}', b'{"id": 7, "rewards": 3}', b'{"id": 1, "rewards": {"m:f": [1.0, null]}}'
+        )
         answer = await worker.call({"completions": [[], []]})
         await worker.end()
         return answer
