@@ -27,8 +27,9 @@ MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
 # Levels of arguments; no tool needs so many, and beyond some hundred neither templates nor copies can go.
 DEEPEST = 32
-# What json and ast raise about text; a policy nests as deeply and writes as odd literals as it likes.
-UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+# What json and ast raise about text; a policy nests as deeply and writes as odd literals as it likes. A SystemError comes
+# from Pythons before 3.11.8, when two threads parse at once.
+UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, SystemError)
 
 
 @dataclass(frozen=True, slots=True)
