@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from grpo_core.config.environment import IMPORTABLE
-from grpo_core.config.section import Section
+from grpo_core.config.section import Importable, Section
 
 
 class ReasoningGymData(Section):
@@ -49,8 +48,7 @@ class StreamData(Section):
     of its use, so that a resume finds every prompt again; the first pass goes in the order of the stream."""
 
     kind: Literal["stream"] = "stream"
-    function: str = Field(
-        pattern=IMPORTABLE,
+    function: Importable = Field(
         description="module:function, called with skip=N and the arguments; yields the records after the first N as dicts",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the function; no secrets")

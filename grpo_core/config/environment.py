@@ -6,12 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from grpo_core.config.section import Section
+from grpo_core.config.section import Importable, Section
 
 # The source of reward that an environment is, beside the functions.
 ENVIRONMENT_SOURCE = "environment"
-# `module:name`; the name may have dots.
-IMPORTABLE = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 
 
 class NoEnvironment(Section):
@@ -46,7 +44,7 @@ class PythonEnvironment(EnvironmentSection):
     """Environments made by a Python callable; see grpo_core/rollout/environments.py for what they must offer."""
 
     kind: Literal["python"] = "python"
-    factory: str = Field(pattern=IMPORTABLE, description="module:callable that makes one instance")
+    factory: Importable = Field(description="module:callable that makes one instance")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the factory")
 
 
@@ -54,7 +52,7 @@ class VerifiersEnvironment(EnvironmentSection):
     """An environment written for the library verifiers."""
 
     kind: Literal["verifiers"] = "verifiers"
-    loader: str = Field(pattern=IMPORTABLE, description="module:callable that loads the environment")
+    loader: Importable = Field(description="module:callable that loads the environment")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the loader")
 
 

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from grpo_core.config.environment import IMPORTABLE
-from grpo_core.config.section import Section
+from grpo_core.config.section import Importable, Section, by_its_name
 
 
 class RewardFunction(Section):
-    """One source of reward: `module:function` with TRL's signature (completions, prompts, completion_ids, **columns)."""
+    """One source of reward: `module:function` with TRL's signature (completions, prompts, completion_ids, **columns). A
+    name alone may be written as text."""
 
-    function: str = Field(pattern=IMPORTABLE, description="module:function, importable from the working directory")
+    function: Importable = Field(description="module:function, importable from the working directory")
     weight: float = Field(1.0, description="Factor of this source in the reward")
 
-    @field_validator("function", mode="before")
-    @classmethod
-    def _has_a_name(cls, value: Any) -> Any:
-        nameless = isinstance(value, str) and (value.lstrip().startswith("lambda") or "<" in value)
-        if callable(value) or nameless:
-            raise ValueError(
-                "a lambda, a function within a function or a function object has no name by which a worker process could "
-                "import it; define it in a module and give module:function"
-            )
-        return value
+    _by_its_name = model_validator(mode="before")(by_its_name)
 
 
 class RewardsConfig(Section):
@@ -89,15 +80,12 @@ class SamplingConfig(Section):
 class ToolFunction(Section):
     """A function that the policy may call. A name alone may be written as text."""
 
-    function: str = Field(pattern=IMPORTABLE, description="module:function, plain or async")
+    function: Importable = Field(description="module:function, plain or async")
     timeout_seconds: float | None = Field(
         None, gt=0, description="Longest time for one call of it; default: generation.tool_timeout_seconds"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_its_name(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
+    _by_its_name = model_validator(mode="before")(by_its_name)
 
 
 class GenerationConfig(Section):

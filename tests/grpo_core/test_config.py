@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,28 @@ def test_the_canary_is_as_strict_as_the_coarsest_precision_allows(
 ) -> None:
     values = {"model": {"dtype": dtype}, "refit": {"wire_dtype": wire, "canary_tolerance": asked}}
     assert parse(values, where="test").canary_tolerance == tolerance
+
+
+NAMED: list[Callable[[Any], dict[str, Any]]] = [
+    lambda given: {"rewards": {"functions": [{"function": given}]}},
+    lambda given: {"rewards": {"functions": [given]}},
+    lambda given: {"generation": {"tools": [{"function": given}]}},
+    lambda given: {"generation": {"tools": [given]}},
+    lambda given: {"environment": {"kind": "python", "factory": given}},
+    lambda given: {"environment": {"kind": "verifiers", "loader": given}},
+    lambda given: {"data": {"source": {"kind": "stream", "function": given}}},
+]
+
+
+@pytest.mark.parametrize("section", NAMED, ids=lambda section: str(section("m:f")))
+def test_what_another_process_must_import_is_given_by_its_name(section: Callable[[Any], dict[str, Any]]) -> None:
+    assert parse(section("m:f.g"), where="recipe.yaml")
+    for nameless in ("lambda completions: [0.0]", lambda completions: [0.0], "m:f.<locals>.g", "m:<lambda>"):
+        said = refusal(section(nameless))
+        assert "no name by which another process could import it" in said and "give module:function" in said
+    assert "does not say where a function is found; give module:function" in refusal(section("brevity"))
+
+
+def test_a_reward_function_may_be_given_by_its_name_alone() -> None:
+    (function,) = parse({"rewards": {"functions": ["m:f"]}}, where="recipe.yaml").rewards.functions
+    assert (function.function, function.weight) == ("m:f", 1.0)
