@@ -67,6 +67,7 @@ class Dispatcher:
                 trajectories=self.trajectories,
                 stopped=partial(_any_set, expired, self.stop),
                 on_tokens=self.on_tokens,
+                warn=self.control.warn,
             )
             deadline = time.monotonic() + generation.lease_timeout_seconds
             self.open[record.lease] = OpenLease(job, self.control.dispatch(job), expired, deadline)

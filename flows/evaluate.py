@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,9 +21,10 @@ from grpo_core.config import EvaluationConfig
 from grpo_core.evaluation import Evaluation, evaluation_of
 from grpo_core.prompts import Row
 from grpo_core.rollout.chat import well_formed
-from grpo_core.rollout.concurrency import together
+from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own, together
 from grpo_core.rollout.episodes import EnvironmentFailed
 from grpo_core.rollout.group import Generator, RolloutFailed, Task
+from grpo_core.rollout.pool import NoEngine
 from grpo_core.rollout.rewards import RewardError, Scores
 from grpo_core.trajectory import Prompt, Rollout, Stamp
 from storage import layout, schema
@@ -56,20 +58,21 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs; `due` is
-    the first due version that it serves."""
+    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs, `warn` hears
+    of what a person should look at; `due` is the first due version that it serves."""
 
     generator: Generator
     rows: Sequence[Row]
     store: ObjectStore
     stamp: Stamp
     stopped: Callable[[], bool]
+    warn: Callable[[str], None]
     due: int | None = None
 
     def run(self) -> Evaluation:
-        """Sample, score and store. Raise EvaluationStopped when told to stop, EvaluationLate, NoEngine, or Fenced."""
+        """Sample, score and store. Raise EvaluationStopped when told to stop, EvaluationLate, NoEngine, CallsHang, or Fenced."""
         began = time.monotonic()
-        table = schema.table(asyncio.run(self._until_stopped()), schema.EVALUATION)
+        table = schema.table(on_a_loop_of_its_own(self._until_stopped()), schema.EVALUATION)
         seconds, attempt, version = time.monotonic() - began, self.stamp.attempt, self.stamp.version
         data = schema.encode(table, schema.EVALUATION, {"attempt": str(attempt), "seconds": f"{seconds:.3f}"})
         Fence(self.store, attempt).check()
@@ -87,7 +90,7 @@ class EvaluationJob:
         return work.result()
 
     async def _sample(self) -> list[dict[str, Any]]:
-        """The records of all portions. Raise EvaluationLate, or NoEngine."""
+        """The records of all portions. Raise EvaluationLate, NoEngine, or CallsHang."""
         settings = self.generator.config.evaluation
         deadline = asyncio.get_running_loop().time() + settings.timeout_seconds
         late = f"not finished within evaluation.timeout_seconds={settings.timeout_seconds:g}"
@@ -97,14 +100,18 @@ class EvaluationJob:
             try:
                 async with asyncio.timeout_at(deadline) as clock:
                     async with places:
-                        rollouts = await self._rollouts(portion, session)
-                    return self._scored(portion, rollouts, await self.generator.score(self._prompt(portion), rollouts))
+                        outcomes = await self._outcomes(portion, session)
+                    return await self._records(portion, outcomes)
             except TimeoutError:
                 if not clock.expired():
                     raise
                 return [self._unscored(portion, LATE, late)]
-            except (EnvironmentFailed, RolloutFailed, RewardError) as error:
-                # One prompt that cannot be answered or scored must not cost the run its evaluation.
+            except (NoEngine, CallsHang):
+                raise
+            except Exception as error:  # noqa: BLE001 - one prompt must not cost the run its evaluation, whatever it does
+                if not isinstance(error, EnvironmentFailed | RewardError):
+                    failure = "".join(traceback.format_exception(error))
+                    self.warn(f"the evaluation of held-out prompt {portion.index} failed unforeseen:\n{failure}")
                 return [self._unscored(portion, "error", f"{type(error).__name__}: {error}")]
 
         # An engine batches only what has reached it, so nothing may wait for a connection.
@@ -116,8 +123,8 @@ class EvaluationJob:
             )
         return [record for records in answers for record in records]
 
-    async def _rollouts(self, portion: Portion, session: aiohttp.ClientSession) -> list[Rollout]:
-        """The completions of a portion. Raise EnvironmentFailed or RolloutFailed."""
+    async def _outcomes(self, portion: Portion, session: aiohttp.ClientSession) -> list[Rollout | RolloutFailed]:
+        """The completions of a portion, each or why it failed. Raise EnvironmentFailed."""
         config, stamp = self.generator.config, self.stamp
         task = Task(
             prompt=self._prompt(portion),
@@ -128,10 +135,19 @@ class EvaluationJob:
             # However old they get, they are not to be trained on.
             cancellable=False,
         )
-        outcomes = await self.generator.rollouts(task, portion.count)
-        if failure := next((outcome for outcome in outcomes if isinstance(outcome, RolloutFailed)), None):
-            raise failure
-        return [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+        return await self.generator.rollouts(task, portion.count)
+
+    async def _records(self, portion: Portion, outcomes: Sequence[Rollout | RolloutFailed]) -> list[dict[str, Any]]:
+        """The records of a portion's completions. Raise RewardError."""
+        made = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+        failures = [
+            self._unscored(portion, "error", f"{type(outcome).__name__}: {outcome}")
+            for outcome in outcomes
+            if isinstance(outcome, RolloutFailed)
+        ]
+        if not made:
+            return failures
+        return self._scored(portion, made, await self.generator.score(self._prompt(portion), made)) + failures
 
     def _prompt(self, portion: Portion) -> Prompt:
         row = self.rows[portion.index]

@@ -82,7 +82,13 @@ class Evaluating:
         due = self._agenda.due(version, self._evaluated)
         stamp = Stamp(self._attempt, version)
         job = EvaluationJob(
-            self._generator, self._held_out, self._store, stamp, self._stopped, due=due[0] if due else None
+            self._generator,
+            self._held_out,
+            self._store,
+            stamp,
+            self._stopped,
+            self._control.warn,
+            due=due[0] if due else None,
         )
         self._evaluated.add(version)
         self._running = (version, self._control.evaluate(job))

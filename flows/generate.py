@@ -1,11 +1,12 @@
 """One lease: its prompts become groups, its groups become parts. The Prefect task and, inside it, plain asyncio.
 
-Invariants: groups are flushed as they finish, so a straggler holds back only its own group; the last part is marked
+Invariants: what goes wrong in one group costs no other, be it foreseen or not; groups are flushed as they finish, so a straggler holds back only its own group; the last part is marked
 `last`; a stopped lease leaves nothing half-written, and what it did not finish is returned when the lease is sealed.
 """
 
 import asyncio
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from typing import Any
 import aiohttp
 
 from grpo_core.prompts import Prompts
+from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own
 from grpo_core.rollout.group import FAILED, Generator
+from grpo_core.rollout.pool import NoEngine
 from storage import schema
 from storage.leases import LeaseRecord
 from storage.trajectories import TrajectoryStore
@@ -34,7 +37,8 @@ class LeaseResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseJob:
-    """Everything a generation task needs. `on_tokens` hears of generated tokens as groups finish."""
+    """Everything a generation task needs. `on_tokens` hears of generated tokens as groups finish, `warn` of what a person
+    should look at; both on the task's thread."""
 
     record: LeaseRecord
     generator: Generator
@@ -42,10 +46,11 @@ class LeaseJob:
     trajectories: TrajectoryStore
     stopped: Callable[[], bool]
     on_tokens: Callable[[int], None]
+    warn: Callable[[str], None]
 
     def run(self) -> LeaseResult:
-        """Generate the lease on an event loop of its own. Raise LeaseStopped when told to stop."""
-        return asyncio.run(self._until_stopped())
+        """Generate the lease. Raise LeaseStopped when told to stop, NoEngine, CallsHang, or an error of the store."""
+        return on_a_loop_of_its_own(self._until_stopped())
 
     async def _until_stopped(self) -> LeaseResult:
         work = asyncio.create_task(self._generate())
@@ -58,12 +63,20 @@ class LeaseJob:
         return work.result()
 
     async def _group(self, ordinal: int, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        """The rows of one ordinal; a tombstone at once for one that has cost its leases too often."""
+        """The rows of one ordinal; a tombstone at once for one that has cost its leases too often. Raise NoEngine, CallsHang."""
         prompt = self.stream.prompt(ordinal)
         failures = self.record.failure_counts.get(ordinal, 0)
         if failures >= self.generator.config.generation.max_rollout_attempts:
             return self.generator.tombstone(prompt, f"{failures} leases with this prompt failed or expired")
-        return await self.generator.group(prompt, session, attempt=self.record.attempt)
+        try:
+            return await self.generator.group(prompt, session, attempt=self.record.attempt, lease=self.record.lease)
+        except (NoEngine, CallsHang):
+            raise
+        except Exception as error:  # noqa: BLE001 - made again from the same seed it would only fail the other groups again
+            self.warn(
+                f"the group of ordinal {ordinal} failed unforeseen:\n{''.join(traceback.format_exception(error))}"
+            )
+            return self.generator.tombstone(prompt, f"{type(error).__name__}: {error}")
 
     async def _generate(self) -> LeaseResult:
         began = time.monotonic()

@@ -29,6 +29,15 @@ class CallsHang(RuntimeError):
     """So many earlier calls never returned that no further one is made, which is no fault of whoever asks for it."""
 
 
+def on_a_loop_of_its_own(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, for a thread that waits for it. Raises Exceptions only: foreign code may have left a task in the
+    loop, where nobody awaits it, and what that raises ends the loop when it is no Exception."""
+    try:
+        return asyncio.run(work)
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        raise _plain(error) from error
+
+
 async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """All results in order. When one raises, the others are cancelled and have ended before it goes on from here."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

@@ -102,10 +102,13 @@ class Generator:
         object.__setattr__(self, "toolbox", toolbox)
         object.__setattr__(self, "episodes", episodes)
 
-    async def group(self, prompt: Prompt, session: aiohttp.ClientSession, *, attempt: int) -> list[dict[str, Any]]:
+    async def group(
+        self, prompt: Prompt, session: aiohttp.ClientSession, *, attempt: int, lease: int
+    ) -> list[dict[str, Any]]:
         """The rows of one group, scored, or its tombstone. Raise NoEngine."""
         config, size = self.config, self.config.grpo.num_generations_per_prompt
-        name = f"{config.run_id}-{attempt}-{prompt.ordinal}"
+        # With the lease: requests of one that expired may still be in flight when its ordinals are leased again.
+        name = f"{config.run_id}-{attempt}-{lease}-{prompt.ordinal}"
         task = Task(prompt, session, name, (config.seed, prompt.ordinal), config.sampling.temperature)
         survivors: list[Rollout] = []
         try:

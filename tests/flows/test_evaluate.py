@@ -29,12 +29,15 @@ LIVE = Stamp(1, 4)
 
 @dataclass
 class StubGenerator:
-    """Answers with three tokens, the last of which the next version sampled; prompt 2 cannot be answered."""
+    """Answers with three tokens, the last of which the next version sampled; prompt 2 cannot be answered, and of prompt 0
+    not more than `most` times; the rewards of prompt `odd` raise what nobody foresaw."""
 
     config: RunConfig
     before: Callable[[], None] = lambda: None
     seconds: float = 0.0
     hangs: int | None = None
+    odd: int | None = None
+    most: int = 99
     tasks: list[Task] = field(default_factory=list)
 
     async def rollouts(self, task: Task, count: int) -> list[Rollout | RolloutFailed]:
@@ -45,9 +48,15 @@ class StubGenerator:
             return [RolloutFailed("the engine said no")] * count
         spans = (VersionSpan(1, 4, 0, 2), VersionSpan(1, 5, 2, 3))
         turn = Turn([1], [7, 8, 9], [-1.0] * 3, spans, "stop")
-        return [Rollout(index, [turn], [{"role": "assistant", "content": "a"}], "stop", 0) for index in range(count)]
+        rollouts = [
+            Rollout(index, [turn], [{"role": "assistant", "content": "a"}], "stop", 0) for index in range(count)
+        ]
+        most = self.most if task.prompt.dataset_index == 0 else count
+        return [rollout if rollout.index < most else RolloutFailed("it was cut off") for rollout in rollouts]
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Scores:
+        if prompt.dataset_index == self.odd:
+            raise TypeError("TextEncodeInput")
         return Scores({}, [1.0] + [0.0] * (len(rollouts) - 1))
 
 
@@ -63,10 +72,15 @@ def claim(store: ObjectStore) -> None:
 
 
 def job(
-    store: ObjectStore, stopped: Callable[[], bool] = lambda: False, *, timeout: float = 60, **stub: Any
+    store: ObjectStore,
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    timeout: float = 60,
+    warn: Callable[[str], None] = lambda message: None,
+    **stub: Any,
 ) -> EvaluationJob:
     config = RunConfig(evaluation=EvaluationConfig(samples=6, samples_per_prompt=2, timeout_seconds=timeout))
-    return EvaluationJob(StubGenerator(config, **stub), ROWS, store, LIVE, stopped, due=3)  # type: ignore[arg-type]
+    return EvaluationJob(StubGenerator(config, **stub), ROWS, store, LIVE, stopped, warn, due=3)  # type: ignore[arg-type]
 
 
 def stored(store: ObjectStore) -> list[dict[str, Any]]:
@@ -107,9 +121,25 @@ def test_each_completion_says_which_versions_it_is_of(store: ObjectStore) -> Non
     assert {(row["version"], row["due_version"]) for row in stored(store)} == {(4, 3)}
     failed = [row for row in stored(store) if row["finish_reason"] == "error"]
     assert [(row["dataset_index"], row["mode"], row["reward"]) for row in failed] == [
-        (2, "sampled", None), (2, "greedy", None)
+        (2, "sampled", None), (2, "sampled", None), (2, "greedy", None)
     ]  # fmt: skip
     assert "the engine said no" in failed[0]["completion"]
+
+
+def test_a_completion_that_failed_costs_its_prompt_no_other(store: ObjectStore) -> None:
+    found = job(store, most=1).run()
+    assert [(row["finish_reason"], row["reward"]) for row in stored(store) if row["dataset_index"] == 0] == [
+        ("stop", 1.0), ("error", None), ("stop", 1.0)
+    ]  # fmt: skip
+    assert (found.scores["sampled"].samples, found.unscored_prompts) == (3, 2)
+
+
+def test_what_nobody_foresaw_costs_one_prompt_and_is_shown(store: ObjectStore) -> None:
+    warnings: list[str] = []
+    found = job(store, odd=1, warn=warnings.append).run()
+    assert (found.scores["sampled"].samples, found.unscored_prompts) == (2, 2)
+    assert {row["completion"] for row in stored(store) if row["dataset_index"] == 1} == {"TypeError: TextEncodeInput"}
+    assert len(warnings) == 2 and all("prompt 1 failed unforeseen" in text and "Traceback" in text for text in warnings)
 
 
 def test_requests_of_an_evaluation_are_not_cut_off_for_their_age(store: ObjectStore) -> None:

@@ -93,17 +93,27 @@ def make(
 
 
 def run_group(
-    config: RunConfig, chat: Chat, pool: Pool, prompt: Prompt = PROMPT, rewards: Rewards | None = None
+    config: RunConfig, chat: Chat, pool: Pool, prompt: Prompt = PROMPT, rewards: Rewards | None = None, lease: int = 0
 ) -> list[dict[str, Any]]:
     generator = Generator(config, chat, pool, rewards or Rewards())  # type: ignore[arg-type]
 
     async def run() -> list[dict[str, Any]]:
         async with aiohttp.ClientSession() as session:
-            return await generator.group(prompt, session, attempt=1)
+            return await generator.group(prompt, session, attempt=1, lease=lease)
 
     rows = asyncio.run(run())
     assert pool.load() == 0
     return rows
+
+
+def test_requests_for_an_ordinal_that_is_leased_again_have_names_of_their_own(
+    chat: Chat, engines: list[FakeEngine]
+) -> None:
+    """Those of the lease that expired may still be in flight."""
+    for lease in (3, 4):
+        run_group(config(), chat, pool_of(engines[:1]), lease=lease)
+    first, second = (body["request_id"] for path, body in engines[0].bodies if path == GENERATE)
+    assert first != second
 
 
 def as_shard(rows: list[dict[str, Any]]) -> pa.Table:

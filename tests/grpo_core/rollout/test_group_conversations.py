@@ -113,7 +113,7 @@ def make(
     async def run() -> list[dict[str, Any]]:
         try:
             async with aiohttp.ClientSession() as session:
-                return await generator.group(asked, session, attempt=1)
+                return await generator.group(asked, session, attempt=1, lease=0)
         finally:
             await generator.close()
             assert pool.load() == 0 and all(instance.closed for instance in Counting.made)

@@ -120,7 +120,7 @@ def test_a_calculator_is_called_and_the_log_probs_of_both_turns_are_the_models_o
     async def groups() -> list[list[dict[str, Any]]]:
         async with aiohttp.ClientSession() as session:
             prompts = [Prompt(n, 0, n, question(a, b)) for n, (a, b) in enumerate(SUMS)]
-            return await asyncio.gather(*(generator.group(prompt, session, attempt=1) for prompt in prompts))
+            return await asyncio.gather(*(generator.group(prompt, session, attempt=1, lease=0) for prompt in prompts))
 
     calls = 0
     for (a, b), rows in zip(SUMS, asyncio.run(groups()), strict=True):
