@@ -102,13 +102,11 @@ class EvaluationJob:
                     async with places:
                         outcomes = await self._outcomes(portion, session)
                     return await self._records(portion, outcomes)
-            except TimeoutError:
-                if not clock.expired():
-                    raise
-                return [self._unscored(portion, LATE, late)]
             except (NoEngine, CallsHang):
                 raise
             except Exception as error:  # noqa: BLE001 - one prompt must not cost the run its evaluation, whatever it does
+                if isinstance(error, TimeoutError) and clock.expired():
+                    return [self._unscored(portion, LATE, late)]
                 if not isinstance(error, EnvironmentFailed | RewardError):
                     failure = "".join(traceback.format_exception(error))
                     self.warn(f"the evaluation of held-out prompt {portion.index} failed unforeseen:\n{failure}")

@@ -6,6 +6,7 @@ generated again at any time by any process. The held-out split shares no questio
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
@@ -178,13 +179,14 @@ def stream_rows(source: StreamData, *, skip: int) -> Iterator[Row]:
     module, _, attribute = source.function.partition(":")
     try:
         records = iter(getattr(importlib.import_module(module), attribute)(skip=skip, **source.arguments))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{where} cannot be opened after {skip} records: {type(error).__name__}: {error}") from error
     number = skip
     while True:
         try:
-            record: Any = next(records, None)
-        except Exception as error:
+            # A function may fill one record again and again.
+            record: Any = copy.deepcopy(next(records, None))
+        except (Exception, SystemExit) as error:
             raise DataError(f"{where} failed at record {number}: {type(error).__name__}: {error}") from error
         if record is None:
             return
@@ -192,7 +194,7 @@ def stream_rows(source: StreamData, *, skip: int) -> Iterator[Row]:
             raise DataError(
                 f"{where}, record {number} is {str(record)[:80]!r}; yield dicts with the column {source.prompt_column!r}"
             )
-        yield record_row(dict(record), source.prompt_column, f"{where}, record {number}")
+        yield record_row(record, source.prompt_column, f"{where}, record {number}")
         number += 1
 
 

@@ -93,7 +93,7 @@ class StreamedPrompts:
         except DataError as failure:
             with self._changed:
                 self._failure = failure
-        except Exception as error:  # noqa: BLE001 - a thread has nobody above it; whoever asks next hears of it
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody above it; whoever asks next hears of it
             with self._changed:
                 self._failure = DataError(f"the prompt log of {self._store.url} cannot be recorded or read: {error}")
 

@@ -13,7 +13,7 @@ def imported(name: str, purpose: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     try:
         found = reduce(getattr, path.split("."), importlib.import_module(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{purpose} {name} cannot be imported ({type(error).__name__}: {error}); give module:function on the Python path"
         ) from error

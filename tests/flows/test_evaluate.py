@@ -30,13 +30,13 @@ LIVE = Stamp(1, 4)
 @dataclass
 class StubGenerator:
     """Answers with three tokens, the last of which the next version sampled; prompt 2 cannot be answered, and of prompt 0
-    not more than `most` times; the rewards of prompt `odd` raise what nobody foresaw."""
+    not more than `most` times; the rewards of prompt 1 raise `odd`, which nobody foresaw."""
 
     config: RunConfig
     before: Callable[[], None] = lambda: None
     seconds: float = 0.0
     hangs: int | None = None
-    odd: int | None = None
+    odd: Exception | None = None
     most: int = 99
     tasks: list[Task] = field(default_factory=list)
 
@@ -55,8 +55,8 @@ class StubGenerator:
         return [rollout if rollout.index < most else RolloutFailed("it was cut off") for rollout in rollouts]
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Scores:
-        if prompt.dataset_index == self.odd:
-            raise TypeError("TextEncodeInput")
+        if prompt.dataset_index == 1 and self.odd is not None:
+            raise self.odd
         return Scores({}, [1.0] + [0.0] * (len(rollouts) - 1))
 
 
@@ -134,11 +134,13 @@ def test_a_completion_that_failed_costs_its_prompt_no_other(store: ObjectStore) 
     assert (found.scores["sampled"].samples, found.unscored_prompts) == (3, 2)
 
 
-def test_what_nobody_foresaw_costs_one_prompt_and_is_shown(store: ObjectStore) -> None:
+@pytest.mark.parametrize("odd", [TypeError("it is odd"), TimeoutError("it is odd")])
+def test_what_nobody_foresaw_costs_one_prompt_and_is_shown(store: ObjectStore, odd: Exception) -> None:
     warnings: list[str] = []
-    found = job(store, odd=1, warn=warnings.append).run()
+    found = job(store, odd=odd, warn=warnings.append).run()
     assert (found.scores["sampled"].samples, found.unscored_prompts) == (2, 2)
-    assert {row["completion"] for row in stored(store) if row["dataset_index"] == 1} == {"TypeError: TextEncodeInput"}
+    said = [(row["completion"], row["finish_reason"]) for row in stored(store) if row["dataset_index"] == 1]
+    assert said == [(f"{type(odd).__name__}: it is odd", "error")] * 2
     assert len(warnings) == 2 and all("prompt 1 failed unforeseen" in text and "Traceback" in text for text in warnings)
 
 

@@ -30,6 +30,19 @@ def failing(*, skip: int) -> Iterator[dict[str, Any]]:
     raise OSError("the connection was closed")
 
 
+def leaving(*, skip: int) -> Iterator[dict[str, Any]]:
+    yield from numbers(skip=skip, count=5)
+    raise SystemExit(3)
+
+
+def refilled(*, skip: int) -> Iterator[dict[str, Any]]:
+    record: dict[str, Any] = {"prompt": [{"role": "user", "content": ""}], "tags": []}
+    for number in range(skip, 9):
+        record["prompt"][0]["content"] = f"n{number}"
+        record["tags"][:] = [number]
+        yield record
+
+
 def slow(*, skip: int) -> Iterator[dict[str, Any]]:
     gate.wait(30)
     yield from numbers(skip=skip)
@@ -141,6 +154,7 @@ def test_a_slow_source_holds_up_nobody_who_asks(store: ObjectStore) -> None:
     ("function", "words"),
     [
         ("failing", "failed at record 5: OSError: the connection was closed"),
+        ("leaving", "failed at record 5: SystemExit: 3"),
         ("missing", "cannot be opened after 0 records: AttributeError"),
         ("wrong", "record 0 is .*no prompt column.*yield dicts with the column 'prompt'"),
     ],
@@ -148,6 +162,14 @@ def test_a_slow_source_holds_up_nobody_who_asks(store: ObjectStore) -> None:
 def test_a_function_that_fails_is_named_to_whoever_asks_next(store: ObjectStore, function: str, words: str) -> None:
     with stream(store, data(function)) as prompts, pytest.raises(DataError, match=words):
         until(lambda: prompts.recorded(100) is None)
+
+
+def test_a_record_that_is_filled_again_and_again_is_a_prompt_each_time(store: ObjectStore) -> None:
+    with stream(store, data("refilled", shuffle=False)) as prompts:
+        until(lambda: prompts.recorded(9) is None)
+        found = [prompts.prompt(ordinal) for ordinal in range(9)]
+    assert [prompt.messages[0]["content"] for prompt in found] == [f"n{number}" for number in range(9)]
+    assert [prompt.columns["tags"] for prompt in found] == [[number] for number in range(9)]
 
 
 def test_the_system_prompt_begins_every_conversation(store: ObjectStore) -> None:

@@ -206,7 +206,8 @@ def test_siblings_that_are_opened_differently_get_a_request_each(chat: Chat, eng
     rows = make(chat, engines, lambda text, index: "x", config(counting(steps=1)), prompt(word="different"))
     assert [row["status"] for row in rows] == [OK] * SIZE
     assert [body["sampling_params"]["n"] for body in requests(engines)] == [1] * SIZE
-    assert len({body["sampling_params"]["seed"] for body in requests(engines)}) == SIZE
+    seeds = {body["sampling_params"]["seed"] for body in requests(engines)}
+    assert len(seeds) == SIZE and {row["seed"] for row in rows} == seeds
 
 
 @pytest.mark.parametrize("word", ["reset raise", "step raise", "reward raise"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,15 @@ def test_a_schema_says_name_purpose_and_arguments() -> None:
     assert function["name"] == "look_up" and function["description"] == "Looks a number up."
     assert function["parameters"]["properties"]["times"] == {"type": "integer", "description": "How often."}
     assert function["parameters"]["required"] == ["key"]
+
+
+def test_a_module_that_ends_the_process_when_it_is_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_at_once.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ToolError, match=r"leaves_at_once:tool cannot be imported \(SystemExit: 3\)"):
+        Toolbox.of((ToolFunction(function="leaves_at_once:tool"),), timeout_seconds=1)
 
 
 @pytest.mark.parametrize(("name", "message"), [("undescribed", "type hints"), ("nothing", "cannot be imported")])
