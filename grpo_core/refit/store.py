@@ -121,9 +121,9 @@ class StoreTransfer:
                 raise TransferError(
                     f"engine {engine.name} has a worker that fetches {answer!r} instead of {self._stamp}"
                 )
-            if answer["error"] is not None:
+            if answer.get("error") is not None:
                 raise TransferError(f"engine {engine.name} cannot fetch {self._stamp}: {answer['error']}")
-        return all(answer["done"] for answer in answers)
+        return bool(answers) and all(answer.get("done") is True for answer in answers)
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
         engine.update({"stamp": str(self._stamp)}, deadline_seconds)

@@ -231,7 +231,8 @@ def _logprob(value: Any, engine: str) -> float:
     """A believable log-prob in nats, or InvalidGeneration."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidGeneration("logprob_missing", f"engine {engine} gave log-prob {value!r}; its output is discarded")
-    if not math.isfinite(value) or value <= LOWEST_LOGPROB or value > 0.001:
+    # A comparison also refuses NaN and infinities, and integers beyond any float, which `isfinite` would choke on.
+    if not LOWEST_LOGPROB < value <= 0.001:
         raise InvalidGeneration("logprob_value", f"engine {engine} gave log-prob {value}; its weights may be damaged")
     return float(value)
 
@@ -261,7 +262,7 @@ def parse_scores(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[fl
         entries = answer["prompt_logprobs"][1:]
         pairs = zip(token_ids[1:], entries, strict=True)
         return [_score(entry[str(token)]["logprob"]) for token, entry in pairs]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidGeneration(
             "scores", f"the engine answered no log-probs for the given tokens: {error!r}"
         ) from error
@@ -272,7 +273,7 @@ def parse_next_token(answer: Mapping[str, Any], token: int) -> float:
     try:
         entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         return _score(next(entry["logprob"] for entry in entries if entry["token_id"] == token))
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
+    except (KeyError, TypeError, IndexError, StopIteration, OverflowError) as error:
         raise InvalidGeneration("scores", f"the engine answered no log-prob for token {token}: {error!r}") from error
 
 

@@ -159,6 +159,16 @@ def test_engines_that_cannot_fetch_are_never_paused(
     assert all("/pause" not in engine.calls for engine in pool)
 
 
+@pytest.mark.parametrize("answer", [None, "1.0", {"stamp": "1.0"}, {"stamp": "1.0", "done": "true"}, {"done": True}])
+def test_a_worker_that_does_not_say_it_is_done_is_not_believed(store: ObjectStore, answer: Any) -> None:
+    with FakeEngine(workers=1) as engine:
+        engine.staged = answer
+        transfer = transfer_to(store)
+        publish(transfer, 0)
+        with pytest.raises(TransferError, match=r"instead of 1\.0|did not fetch 1\.0"):
+            transfer.open(EngineControl(EngineAddress("e0", engine.url)), 0.3)
+
+
 def test_an_engine_without_our_extension_is_named(store: ObjectStore) -> None:
     with FakeEngine() as engine:
         engine.faults.append(Fault("/collective_rpc", "status", status=500))

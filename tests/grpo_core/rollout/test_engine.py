@@ -347,11 +347,32 @@ def test_an_answer_with_nonsense_in_any_place_is_invalid_and_nothing_else(path: 
     assert isinstance(parsed(changed(path, value)), InvalidGeneration)
 
 
-@pytest.mark.parametrize("value", [None, "x", [], {}, [None, 3], [None, {"2": {}}], [None, {"2": {"logprob": "x"}}]])
+@pytest.mark.parametrize("value", [None, "x", [], {}, True, math.nan, math.inf, -math.inf, -9999, 10**400, -(10**400)])
+def test_a_log_prob_that_is_none_is_invalid_and_nothing_else(value: Any) -> None:
+    assert isinstance(parsed(changed([*FIRST, "logprobs", "content", 0, "logprob"], -0.25)), Turn)
+    assert isinstance(parsed(changed([*FIRST, "logprobs", "content", 0, "logprob"], value)), InvalidGeneration)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "x",
+        [],
+        {},
+        [None, 3],
+        [None, {"2": {}}],
+        [None, {"2": {"logprob": "x"}}],
+        [None, {"2": {"logprob": 10**400}}],
+    ],
+)
 def test_scores_that_are_none_are_invalid_and_nothing_else(value: Any) -> None:
     with pytest.raises(InvalidGeneration):
         parse_scores({"prompt_logprobs": value}, [1, 2])
     content = [{"logprobs": {"content": [{"top_logprobs": value}]}}]
+    entry = {"token_id": 2, "logprob": 10**400}
+    with pytest.raises(InvalidGeneration):
+        parse_next_token({"choices": [{"logprobs": {"content": [{"top_logprobs": [entry]}]}}]}, 2)
     with pytest.raises(InvalidGeneration):
         parse_next_token({"choices": content}, 2)
     with pytest.raises(InvalidGeneration):
