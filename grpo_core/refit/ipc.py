@@ -14,13 +14,11 @@ from urllib.parse import urlsplit
 
 import torch
 
+from grpo_core.config import LOOPBACK
 from grpo_core.refit.control import EngineControl
-from grpo_core.refit.nccl import HeldWeights, PhaseClient, TrainerEngine, await_link, on_device
+from grpo_core.refit.links import HeldWeights, Links, PhaseClient, TrainerEngine
 from grpo_core.refit.transfer import TransferError, Weights
 from grpo_core.trajectory import Stamp
-
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-
 
 Encode = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -52,7 +50,7 @@ class IpcTransfer:
     def __init__(self, buffer_bytes: int, connect: Connect = connect_ipc) -> None:
         self._buffer_bytes = buffer_bytes
         self._connect = connect
-        self._links: dict[str, tuple[TrainerEngine, PhaseClient, HeldWeights]] = {}
+        self._links = Links("check its log, and that both are on the same GPU")
 
     def prepare(self, weights: Weights, stamp: Stamp) -> int:
         return weights.bytes
@@ -69,9 +67,12 @@ class IpcTransfer:
             )
         if urlsplit(engine.url).hostname not in LOOPBACK:
             raise TransferError(f"ipc needs an engine on loopback, not {engine.url}; start it with host 127.0.0.1")
-        client, source = PhaseClient(engine, deadline_seconds, handle_encoding()), HeldWeights()
-        link = on_device(lambda: self._connect(self._buffer_bytes, client, source))
-        self._links[engine.name] = (await_link(link, deadline_seconds, engine, "connect"), client, source)
+        self._links.open(
+            engine,
+            PhaseClient(engine, deadline_seconds, handle_encoding()),
+            lambda client, source: self._connect(self._buffer_bytes, client, source),
+            deadline_seconds,
+        )
 
     def send(self, engine: EngineControl, weights: Weights, deadline_seconds: float) -> None:
         """Let the engine read the weights where they lie. Raise TransferError."""
@@ -81,14 +82,7 @@ class IpcTransfer:
                 f"tensor {largest[0]} of {largest[1].nbytes} bytes does not fit the ipc buffer of "
                 f"{self._buffer_bytes}; enlarge the buffer"
             )
-        link, client, source = self._links[engine.name]
-        client.engine, client.deadline_seconds, source.weights = engine, deadline_seconds, weights
-        try:
-            await_link(on_device(link.send_weights), deadline_seconds, engine, "receive the weights")
-        finally:
-            source.weights = None
+        self._links.send(engine, weights, deadline_seconds)
 
     def close(self, engine: str) -> None:
-        link = self._links.pop(engine, None)
-        if link is not None:
-            link[0].shutdown()
+        self._links.close(engine)

@@ -16,7 +16,8 @@ import torch
 
 from grpo_core.refit.control import ControlError
 from grpo_core.refit.ipc import IpcTransfer, handle_encoding
-from grpo_core.refit.nccl import HeldWeights, NcclTransfer, PhaseClient
+from grpo_core.refit.links import HeldWeights, PhaseClient
+from grpo_core.refit.nccl import NcclTransfer
 from grpo_core.refit.transfer import TransferError, Weights, local_address
 
 WEIGHTS = Weights.of([("a", torch.ones(4, 4)), ("lm_head.weight", torch.ones(2, 2))], digests=False)
@@ -87,7 +88,12 @@ def test_nccl_link_is_of_the_trainer_and_one_engines_workers() -> None:
     assert transfer.is_open("e0")
 
 
-@pytest.mark.parametrize("make", [lambda vllm: NcclTransfer(vllm), lambda vllm: IpcTransfer(1 << 20, vllm)])
+TRANSFERS = pytest.mark.parametrize(
+    "make", [lambda vllm: NcclTransfer(vllm), lambda vllm: IpcTransfer(1 << 20, vllm)], ids=["nccl", "ipc"]
+)
+
+
+@TRANSFERS
 def test_start_and_finish_stay_with_the_coordinator(make: Any) -> None:
     vllm, engine = Vllm(), Engine()
     transfer = make(vllm)
@@ -100,27 +106,71 @@ def test_start_and_finish_stay_with_the_coordinator(make: Any) -> None:
     assert vllm.links[0].source.weights is None
 
 
-def test_nccl_transfer_that_hangs_is_aborted_at_its_deadline() -> None:
+@TRANSFERS
+def test_a_transfer_that_hangs_is_given_up_at_its_deadline_and_its_link_closed(make: Any) -> None:
     vllm, engine = Vllm(), Engine()
-    transfer = NcclTransfer(connect=vllm)
-    transfer.open(engine, 5)  # type: ignore[arg-type]
+    transfer = make(vllm)
+    transfer.open(engine, 5)
     vllm.links[0].hang.clear()
     with pytest.raises(TransferError, match=r"e0 did not receive the weights within 0\.2 s"):
-        transfer.send(engine, WEIGHTS, 0.2)  # type: ignore[arg-type]
+        transfer.send(engine, WEIGHTS, 0.2)
     assert vllm.links[0].shut_down == 1
     assert not transfer.is_open("e0")
 
 
-def test_error_of_the_engine_passes_through() -> None:
+@TRANSFERS
+def test_a_link_that_is_made_after_its_deadline_is_closed_again(make: Any) -> None:
+    arrived, closed = threading.Event(), threading.Event()
+
+    class Late(Link):
+        def shutdown(self) -> None:
+            closed.set()
+
+    def late(*arguments: Any) -> Link:
+        assert arrived.wait(30)
+        return Late(*arguments[-2:])
+
+    transfer = make(late)
+    with pytest.raises(TransferError, match=r"e0 did not connect within 0\.2 s"):
+        transfer.open(Engine(), 0.2)
+    assert not transfer.is_open("e0")
+    arrived.set()
+    assert closed.wait(30)
+
+
+@TRANSFERS
+@pytest.mark.parametrize("failure", [ControlError("answered 500"), TransferError("is disabled"), RuntimeError("NCCL")])
+def test_a_link_that_cannot_be_made_is_the_engines_failure_and_may_be_tried_again(
+    make: Any, failure: Exception
+) -> None:
+    vllm, attempts = Vllm(), []
+
+    def second_time(*arguments: Any) -> Link:
+        attempts.append(arguments)
+        if len(attempts) == 1:
+            raise failure
+        return vllm(*arguments)
+
+    transfer = make(second_time)
+    with pytest.raises((ControlError, TransferError), match=str(failure)):
+        transfer.open(Engine(), 5)
+    assert not transfer.is_open("e0")
+    transfer.open(Engine(), 5)
+    assert transfer.is_open("e0")
+
+
+@TRANSFERS
+def test_error_of_the_engine_passes_through(make: Any) -> None:
     class Failing(Engine):
         def update(self, info: dict[str, Any], deadline_seconds: float) -> None:
             raise ControlError("engine e0: POST /update_weights answered 500")
 
     vllm, engine = Vllm(), Failing()
-    transfer = NcclTransfer(connect=vllm)
-    transfer.open(engine, 5)  # type: ignore[arg-type]
+    transfer = make(vllm)
+    transfer.open(engine, 5)
     with pytest.raises(ControlError, match="500"):
-        transfer.send(engine, WEIGHTS, 5)  # type: ignore[arg-type]
+        transfer.send(engine, WEIGHTS, 5)
+    assert not transfer.is_open("e0") and vllm.links[0].shut_down == 1
 
 
 def test_error_of_the_wire_names_the_engine() -> None:
