@@ -38,6 +38,7 @@ from grpo_core.config.learning import (
     SamplingConfig,
 )
 from grpo_core.config.model import (
+    ADAPTER_RANKS,
     DirectoryModel,
     LoRAConfig,
     ModelConfig,
@@ -68,9 +69,9 @@ from grpo_core.config.section import Section
 from grpo_core.metrics import EVALUATION_PREFIX, UnknownMetric, metric
 
 __all__ = [
+    "ADAPTER_RANKS",
     "ENVIRONMENT_SOURCE",
     "LOOPBACK",
-    "MOST_ADAPTER_RANK",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "DataConfig",
@@ -113,9 +114,6 @@ __all__ = [
     "WandbSink",
     "WarmStart",
 ]
-
-# The largest rank of an adapter for which vLLM has room.
-MOST_ADAPTER_RANK = 512
 
 # What a canary may differ by, nats for each nat of a token's log-prob: three to five times what a right engine does on text.
 # SmolLM2-135M is off by 2e-5 where all is float32, by 0.02 where only the weights were rounded to bfloat16, and by 0.11
@@ -192,6 +190,8 @@ class RunConfig(Section):
                 f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
                 f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
             )
+        if fault := self._lease_fault():
+            raise ValueError(fault)
         if fault := self._metric_fault():
             raise ValueError(fault)
         if fault := self._rollout_fault():
@@ -201,6 +201,21 @@ class RunConfig(Section):
         if fault := self._evaluation_fault():
             raise ValueError(fault)
         return self
+
+    def _lease_fault(self) -> str | None:
+        """Why a lease would be sealed while something in it may still be on time."""
+        lease = self.generation.lease_timeout_seconds
+        timeouts = {
+            "generation.request_timeout_seconds": self.generation.request_timeout_seconds,
+            "generation.tool_timeout_seconds": self.generation.tool_timeout_seconds,
+            "rewards.timeout_seconds": self.rewards.timeout_seconds,
+        }
+        if not isinstance(self.environment, NoEnvironment):
+            timeouts["environment.timeout_seconds"] = self.environment.timeout_seconds
+        for key, seconds in timeouts.items():
+            if seconds >= lease:
+                return f"{key}={seconds:g} outlasts a lease, which is sealed after generation.lease_timeout_seconds={lease:g}; lower the first or raise the second"
+        return None
 
     def _metric_fault(self) -> str | None:
         """Why no step could ever have the metric that ranks checkpoints."""
@@ -296,8 +311,8 @@ class RunConfig(Section):
             return None
         if self.model.lora is None:
             return "refit.adapter_only=true moves adapters, but model.lora gives the policy none; set model.lora, or leave it out"
-        if self.model.lora.rank > MOST_ADAPTER_RANK:
-            return f"model.lora.rank={self.model.lora.rank} is more than the {MOST_ADAPTER_RANK} that engines serve as adapters; lower it, or set refit.adapter_only to false"
+        if self.model.lora.rank > ADAPTER_RANKS[-1]:
+            return f"model.lora.rank={self.model.lora.rank} is more than the {ADAPTER_RANKS[-1]} that engines serve as adapters; lower it, or set refit.adapter_only to false"
         if isinstance(self.pool, ExternalPool) and self.refit.adapter_directory is None:
             return "refit.adapter_only=true needs refit.adapter_directory where engines see it too, as pool.kind is external; name one"
         return None

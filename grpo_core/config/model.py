@@ -57,6 +57,10 @@ class WarmStart(Section):
     threads: PositiveInt = Field(1, description="CPU threads; changes the time it takes, not the result")
 
 
+# The ranks for which vLLM has room; an adapter of another one takes the room of the next.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
 class LoRAConfig(Section):
     """Low-rank adapters: the model stays frozen, only they are trained."""
 

@@ -11,6 +11,37 @@ from grpo_core.config.section import Section
 
 # Hosts that nobody outside this machine can reach.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# What the flow itself says to the engines it starts: other keys decide it, or the run is wrong without it.
+FLOW_ARGUMENTS = frozenset(
+    {
+        "--block-size",
+        "--disable-uvicorn-access-log",
+        "--dtype",
+        "--enable-lora",
+        "--enable-scale-out",
+        "--enforce-eager",
+        "--generation-config",
+        "--gpu-memory-utilization",
+        "--host",
+        "--kv-cache-memory-bytes",
+        "--logprobs-mode",
+        "--max-lora-rank",
+        "--max-loras",
+        "--max-model-len",
+        "--max-num-batched-tokens",
+        "--max-num-seqs",
+        "--model",
+        "--no-enable-chunked-prefill",
+        "--port",
+        "--scheduling-policy",
+        "--seed",
+        "--served-model-name",
+        "--skip-tokenizer-init",
+        "--tensor-parallel-size",
+        "--weight-transfer-config",
+        "--worker-extension-cls",
+    }
+)
 # The metrics of an evaluation.
 EVALUATION_METRIC = r"^(sampled|greedy|pass@\d{1,6})$"
 
@@ -208,7 +239,9 @@ class LocalPool(Section):
     kv_cache_bytes: PositiveInt | None = Field(None, description="Default: the engine's own choice")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory that an engine takes")
     enforce_eager: bool = Field(False, description="Run without CUDA graphs: a faster start, slower tokens")
-    extra_arguments: tuple[str, ...] = Field((), description="More arguments of `vllm serve`")
+    extra_arguments: tuple[str, ...] = Field(
+        (), description="More arguments of `vllm serve`, but for those that the flow gives it"
+    )
     start_timeout_seconds: float = Field(
         600,
         gt=0,
@@ -235,10 +268,28 @@ class LocalPool(Section):
             raise ValueError(
                 f"pool.gpus names {len(self.gpus)} sets for pool.engines={self.engines}; give one set for each engine"
             )
+        every = [gpu for gpus in self.gpus for gpu in gpus]
+        if twice := sorted({gpu for gpu in every if every.count(gpu) > 1}):
+            raise ValueError(f"pool.gpus names GPU {twice[0]} more than once; give each engine GPUs of its own")
+        for gpus in self.gpus:
+            if len(gpus) != self.tensor_parallel_size:
+                raise ValueError(
+                    f"pool.gpus gives an engine {list(gpus)}, which are not pool.tensor_parallel_size={self.tensor_parallel_size}; give each so many"
+                )
         if self.device == "cuda" and self.engines > 1 and not self.gpus:
             raise ValueError(
                 f"pool.engines={self.engines} on cuda would all start on the same GPUs; give each its own in pool.gpus, such as [[0], [1]]"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_are_its_own(self) -> LocalPool:
+        for argument in self.extra_arguments:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name in FLOW_ARGUMENTS:
+                raise ValueError(
+                    f"pool.extra_arguments names {argument}, which the flow gives every engine itself; remove it and set the key of the recipe that decides it"
+                )
         return self
 
 
@@ -263,6 +314,14 @@ class ExternalPool(Section):
     def longest_outage_seconds(self) -> float:
         """How long no engine may serve before the pool itself has failed."""
         return self.start_timeout_seconds
+
+    @model_validator(mode="after")
+    def _each_once(self) -> ExternalPool:
+        urls = [url.rstrip("/") for url in self.urls]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise ValueError(f"pool.urls names {url} more than once; an engine is in the pool once")
+        return self
 
 
 class PrometheusSink(Section):

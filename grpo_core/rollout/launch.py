@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_core.config import ADAPTER_RANKS
+
 SERVED_MODEL_NAME = "policy"
 # Lets the trainer ask a worker how far it is with fetching weights from the store.
 STAGING_EXTENSION = "grpo_core.refit.store_worker.StagingExtension"
 # Adapters that one engine step may mix: the newest and those that long requests still name.
 MOST_ADAPTERS = 4
-# The ranks for which vLLM has room; an adapter of another one takes the room of the next.
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LaunchError(ValueError):
@@ -51,17 +51,14 @@ class EngineSpec:
     cpu_threads: str = "nobind"
     gpus: tuple[int, ...] = ()
     enforce_eager: bool = True
-    tokenizer: bool = False
-    api_key: str | None = None
     lora_rank: int | None = None
-    cache_directory: str | None = None
     extra_arguments: tuple[str, ...] = ()
     extra_environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """What to start. The environment holds the API key: do not print it."""
+    """What to start. The environment may hold the API key: do not print it."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -123,9 +120,7 @@ def _arguments(spec: EngineSpec, python: str) -> list[str]:
         arguments += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
     if spec.enforce_eager:
         arguments.append("--enforce-eager")
-    if not spec.tokenizer:
-        arguments.append("--skip-tokenizer-init")
-    return [*arguments, *spec.extra_arguments]
+    return [*arguments, "--skip-tokenizer-init", *spec.extra_arguments]
 
 
 def _environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, str]:
@@ -145,9 +140,4 @@ def _environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, str]:
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if spec.lora_rank is not None:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if spec.api_key is not None:
-        environment["VLLM_API_KEY"] = spec.api_key
-    if spec.cache_directory is not None:
-        environment["VLLM_CACHE_ROOT"] = spec.cache_directory
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{spec.cache_directory}/inductor"
     return {**environment, **dict(spec.extra_environment)}
