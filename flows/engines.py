@@ -3,7 +3,8 @@
 Invariants: an engine process has a name that is never used again; the trainer learns of every join and leave from
 numbered records; an engine gets requests only once a refit record of the newest live version names it, which is after
 the canary. A local engine that dies, falls silent, does not start in time or breaks in a refit is replaced, later each
-time, within its budget; beyond it the pool goes on without it. An external one leaves the pool and comes back, under a new
+time, within its budget; beyond it the pool goes on without it. An external one joins only if it was started as the run
+needs it (`flows.examination`), whenever that may be. It leaves the pool and comes back, under a new
 name, when it has answered for a while, longer each time, and one that broke in a refit only when it was restarted. The run
 fails when no engine is left that could serve, with the last lines of the last one.
 """
@@ -16,17 +17,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from flows.aborts import Aborts
 from flows.control import Control
-from flows.probe import Look, Prober, carried_stamp, responds
+from flows.examination import fault_of
+from flows.probe import Look, Prober, carried_stamp, examine, responds
 from flows.slots import Slot, engine_spec, restart_delay
 from flows.supervise import Child, Command
 from grpo_core.config import LOOPBACK, ExternalPool, LocalPool, RunConfig
 from grpo_core.ports import free_port, port_is_free
-from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
 from grpo_core.rollout.launch import engine_command
 from grpo_core.rollout.load import next_limit, pool_metrics
-from grpo_core.rollout.pool import InFlight, Pool, is_overdue
+from grpo_core.rollout.pool import Pool, is_overdue
 from grpo_core.rollout.wire import API_KEY_VARIABLE
 from storage.objects import ObjectStore
 from storage.pool import PoolChange, PoolWish, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
@@ -41,12 +44,17 @@ WISH_SECONDS = 2.0
 EXTERNAL_SECONDS = 30.0
 # Of all engines together: with the trainer's own before it, the whole run is gone within fifteen seconds.
 GRACE_SECONDS = 3.0
-ABORT_SECONDS = 10.0
 ENGINE_URL = re.compile(r"https?://[^/\s]+")
+# What an engine dies of whose port somebody else took while it was starting.
+LOST_RACE = "address already in use"
 
 
 class PoolFailed(RuntimeError):
     """The pool cannot serve; the message names the engine and shows its last lines."""
+
+
+class PortTaken(PoolFailed):
+    """Somebody else listens where an engine was to."""
 
 
 class Engines:
@@ -66,7 +74,7 @@ class Engines:
         self._changes = 0
         self._late: tuple[str, int] = ("", 1)
         self._announced: set[str] = set()
-        self._aborted: set[str] = set()
+        self._aborts = Aborts()
 
     def start(self) -> None:
         """Start the local engines, or take the external ones as they are. Does not wait for them."""
@@ -76,29 +84,37 @@ class Engines:
                 self._add_external(url)
             return
         if pool.host not in LOOPBACK:
-            key = (
-                ""
-                if os.environ.get(API_KEY_VARIABLE)
-                else f", and so are the others while {API_KEY_VARIABLE} is not set"
-            )
-            self._control.warn(
-                f"pool.host={pool.host}: the engines' control routes have no authentication and are now open to that network{key}"
-            )
+            self._warn_of_network(f"pool.host={pool.host}")
         for number in range(pool.engines):
-            port = pool.port + number if pool.port else free_port(pool.host)
+            port = pool.port + number if pool.port else self._free_port(pool.host)
             slot = Slot(number, f"http://{pool.host}:{port}", f"engine-{number}", local=True)
             self._slots.append(slot)
             self._launch(slot, pool, port)
         self._numbers = pool.engines
 
+    def _warn_of_network(self, what: str) -> None:
+        key = "" if os.environ.get(API_KEY_VARIABLE) else f", and so are the others while {API_KEY_VARIABLE} is not set"
+        self._control.warn(
+            f"{what}: an engine's control routes have no authentication and are open to that network{key}"
+        )
+
+    def _free_port(self, host: str) -> int:
+        """A free port that no other engine has been given, for they listen only after a while."""
+        given = {urlsplit(slot.url).port for slot in self._slots}
+        while (port := free_port(host)) in given:
+            pass
+        return port
+
     def _add_external(self, url: str) -> None:
+        if urlsplit(url).hostname not in LOOPBACK:
+            self._warn_of_network(url)
         name = f"engine-{self._numbers}"
         self._slots.append(Slot(self._numbers, url.rstrip("/"), name, started_at=time.monotonic()))
         self._numbers += 1
 
     def _launch(self, slot: Slot, pool: LocalPool, port: int) -> None:
         if not port_is_free(pool.host, port):
-            raise PoolFailed(
+            raise PortTaken(
                 f"{slot.name} cannot listen on {pool.host}:{port}, the port is taken; free it or set pool.port=0 for free ports"
             )
         spec = engine_spec(self._config, pool, self._policy, slot.number, port)
@@ -127,9 +143,15 @@ class Engines:
         if time.monotonic() >= self._wishes_due:
             self.heed_wishes(store)
         left = self.probe()
-        joined = {slot.name: slot.url for slot in self._slots if slot.serves and slot.name not in self._announced}
-        for name, url in joined.items():
-            self._router.join(name, url)
+        new = [slot for slot in self._slots if slot.serves and slot.name not in self._announced]
+        joined = {slot.name: slot.url for slot in new}
+        for slot in new:
+            self._router.join(slot.name, slot.url)
+            if slot.is_of_another_run(attempt):
+                self._control.warn(
+                    f"{slot.name} at {slot.url} carries weights {slot.stamp} of another run; if that run still uses it, "
+                    "neither can tell whose weights sampled a token: give each run engines of its own"
+                )
         left = [name for name in left if name in self._announced]
         if joined or left:
             write_pool_change(store, attempt, self._changes, PoolChange(joined, tuple(left)))
@@ -160,11 +182,17 @@ class Engines:
             if slot.local:
                 self._check_process(slot, now, left)
             if slot.child is not None or not slot.local:
-                answer = self._prober.ask(slot.name, slot.url, LOOK_SECONDS if slot.ready else START_SECONDS)
+                answer = self._ask(slot)
                 if answer is not None:
                     self._hear(slot, answer, now, left)
                 self._check_silence(slot, now, left)
         return left
+
+    def _ask(self, slot: Slot) -> Look | None:
+        if slot.ready:
+            return self._prober.ask(slot.name, slot.url, LOOK_SECONDS)
+        look = None if slot.local else partial(examine, fault_of=partial(fault_of, config=self._config))
+        return self._prober.ask(slot.name, slot.url, START_SECONDS, look)
 
     def replace(self, broken: Mapping[str, str]) -> None:
         """Take engines that a refit broke (name → how) out of the pool; the next round starts new ones. Raise PoolFailed."""
@@ -194,9 +222,7 @@ class Engines:
             for request in self._router.in_flight()
             if is_overdue(request, oldest, masked=masked, adapters=adapters)
         }
-        for name in overdue.keys() - self._aborted:
-            self._prober.run(partial(abort, overdue[name]))
-        self._aborted = set(overdue)
+        self._aborts.end(overdue, {slot.name for slot in self._slots if slot.serves})
 
     def metrics(self) -> dict[str, float]:
         """The pool's numbers for the run's metrics, from the last look at each engine."""
@@ -210,7 +236,8 @@ class Engines:
             return False
         patience = time.monotonic() - EXTERNAL_SECONDS
         return all(
-            slot.ready or slot.lives > 0 or (not slot.local and slot.started_at < patience) for slot in self._slots
+            slot.ready or slot.lives > 0 or slot.refused is not None or (not slot.local and slot.started_at < patience)
+            for slot in self._slots
         )
 
     def _check_process(self, slot: Slot, now: float, left: list[str]) -> None:
@@ -220,15 +247,18 @@ class Engines:
         if slot.child is None:
             if now >= slot.restart_at:
                 # What it left behind may hold its port for a while.
-                port = free_port(pool.host)
+                port = self._free_port(pool.host)
                 slot.url = f"http://{pool.host}:{port}"
-                self._launch(slot, pool, port)
+                try:
+                    self._launch(slot, pool, port)
+                except PortTaken as race:
+                    self._lost(slot, str(race), now, left)
             return
         if slot.child.poll() is None:
             return
         failure = f"{slot.name} broke in a refit: {slot.broken}" if slot.broken else str(slot.child.failure())
         slot.child.stop()
-        if not slot.ready and slot.lives == 0:
+        if not slot.ready and slot.lives == 0 and LOST_RACE not in failure.lower():
             raise PoolFailed(f"the engine died while it was starting: {failure}")
         self._lost(slot, failure, now, left)
 
@@ -255,6 +285,9 @@ class Engines:
         if not answer.healthy:
             slot.miss()
             return
+        if answer.fault is not None:
+            self._refuse(slot, answer.fault)
+            return
         if slot.was_restarted(answer.stamp):
             if not slot.local:
                 self._control.warn(f"{slot.name} at {slot.url} was restarted and has lost its weights; it joins again")
@@ -267,6 +300,16 @@ class Engines:
                 least = self._config.grpo.num_generations_per_prompt
                 limit = next_limit(member.limit, slot.load, slot.load_before, in_flight=member.load, least=least)
                 self._router.limit(slot.name, limit)
+
+    def _refuse(self, slot: Slot, fault: str) -> None:
+        """An external engine cannot serve as it was started. It is asked again, for somebody may start it as it should be."""
+        said, slot.refused = slot.refused, fault
+        if said == fault:
+            return
+        refusal = f"external engine {slot.url} {fault}"
+        if not any(other.may_serve for other in self._slots):
+            raise PoolFailed(f"{refusal}; no other engine is left, so run the same command again after that")
+        self._control.warn(f"{refusal}; it gets no request until then")
 
     def _let_go(self, slot: Slot, left: list[str]) -> None:
         """An engine that is not wanted any more leaves; what it is at is made again elsewhere if it is a local one."""
@@ -291,7 +334,12 @@ class Engines:
                 return
             self._control.warn(f"{silence}; it joins again when it answers")
             self._eject(slot, now, left)
-        elif not slot.ready and not slot.overdue and now - slot.started_at > pool.start_timeout_seconds:
+        elif (
+            not slot.ready
+            and not slot.overdue
+            and slot.refused is None
+            and now - slot.started_at > pool.start_timeout_seconds
+        ):
             late = f"{slot.name} at {slot.url} was not ready within pool.start_timeout_seconds={pool.start_timeout_seconds:g}"
             if slot.child is not None:
                 self._kill(slot, slot.child, late, now, left)
@@ -318,6 +366,7 @@ class Engines:
         left.append(slot.name)
         self._router.leave(slot.name)
         self._prober.forget(slot.name)
+        self._aborts.forget(slot.name)
 
     def _admit_late(self, store: ObjectStore, live: RefitRecord) -> None:
         """Admit engines that joined after the version went live, as the trainer's records name them."""
@@ -365,11 +414,3 @@ def pool_wish(add: Sequence[str], remove: Sequence[str]) -> PoolWish:
     if both := sorted(set(add) & set(remove)):
         raise PoolFailed(f"{both[0]} cannot be added and removed at once; give it to --add or to --remove")
     return PoolWish(add, remove)
-
-
-def abort(request: InFlight) -> None:
-    """End a request on its engine. One that cannot be reached ends it by itself, or by its deadline."""
-    try:
-        EngineControl(EngineAddress(request.engine, request.url)).abort([request.request_id], ABORT_SECONDS)
-    except ControlError:
-        return

@@ -8,6 +8,7 @@ from flows.supervise import Child
 from grpo_core.config import LocalPool, RunConfig
 from grpo_core.rollout.launch import EngineSpec
 from grpo_core.rollout.load import EngineLoad
+from grpo_core.trajectory import Stamp
 
 CPU_KV_CACHE_BYTES = 256 << 20
 # vLLM on CPU takes whole pages of 32 tokens; a larger page would never be shared by short prompts.
@@ -28,6 +29,7 @@ class Slot:
 
     An external slot never has a `child`; a local one has none while its restart is due. `answered` and `missed` count the
     looks in a row that it answered and that it did not. `overdue`: it did not answer in time, and that was said.
+    `refused`: why an external engine cannot serve as it was started.
     """
 
     number: int
@@ -47,6 +49,7 @@ class Slot:
     answered: int = 0
     missed: int = 0
     overdue: bool = False
+    refused: str | None = None
     unwanted: bool = False
     load: EngineLoad | None = None
     load_before: EngineLoad | None = None
@@ -59,12 +62,13 @@ class Slot:
     @property
     def may_serve(self) -> bool:
         """Whether it serves or there is reason to wait for it."""
-        return self.serves or self.local or (self.broken is None and not self.unwanted and not self.overdue)
+        faulty = self.broken is not None or self.refused is not None
+        return self.serves or self.local or not (faulty or self.unwanted or self.overdue)
 
     def hear(self, look: Look, now: float) -> None:
         """It answered."""
         self.answered, self.missed = self.answered + 1, 0
-        self.heard_at = now
+        self.heard_at, self.refused = now, None
         if not self.ready and self.returns(now):
             self.ready, self.ready_at = True, now
         self.stamp = look.stamp or self.stamp
@@ -86,6 +90,16 @@ class Slot:
             return True
         # One that broke in its first refit had no version that it could have lost.
         return self.broken is not None and self.stamp in (None, UNSTAMPED) and self.missed >= LOOKS_AWAY
+
+    def is_of_another_run(self, attempt: int) -> bool:
+        """Whether an external engine that this run has never refitted carries a stamp that the run cannot have left there:
+        one of this attempt or of a later one."""
+        if self.local or self.lives > 0 or self.stamp in (None, UNSTAMPED):
+            return False
+        try:
+            return Stamp.parse(self.stamp or "").attempt >= attempt
+        except ValueError:
+            return True
 
     def losses_by(self, now: float) -> int:
         """Losses that count against its budget."""

@@ -60,6 +60,24 @@ class Fault:
     text: str = ""
 
 
+def server_info(
+    dtype: str = "bfloat16", max_model_len: int = 1 << 20, transfer: str = "gloo", **model: Any
+) -> dict[str, Any]:
+    """How an engine says that it was started: here as the defaults of a run need it."""
+    return {
+        "vllm_config": {
+            "model_config": {
+                "dtype": f"torch.{dtype}",
+                "max_model_len": max_model_len,
+                "logprobs_mode": "processed_logprobs",
+                **model,
+            },
+            "weight_transfer_config": {"backend": transfer},
+            "lora_config": None,
+        }
+    }
+
+
 @dataclass
 class Places:
     """The sequences that an engine runs at once, None without a limit. The others wait in their order, or in that of their
@@ -94,7 +112,8 @@ class Places:
 class FakeEngine:
     """One engine on a free port of loopback, on its own thread. `calls` lists the paths in order of arrival.
 
-    `staged` is what its worker answers about fetching weights from a store; `adapters` are those loaded, by name.
+    `staged` is what its worker answers about fetching weights from a store; `adapters` are those loaded, by name;
+    `configuration` is what it says about how it was started.
     """
 
     vocabulary_size: int = 128
@@ -110,6 +129,7 @@ class FakeEngine:
     preemptions: int = 0
     kv_usage: float = 0.25
     adapters: dict[str, str] = field(default_factory=dict)
+    configuration: dict[str, Any] = field(default_factory=lambda: server_info())
     faults: list[Fault] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -260,7 +280,7 @@ class FakeEngine:
                 return web.Response(text="Success: LoRA adapter removed successfully.")
         answers: dict[str, dict[str, Any]] = {
             "/health": {},
-            "/version": {"version": "0.32.0"},
+            "/server_info": self.configuration,
             "/weight_info": {"weight_version": self.version},
             "/get_world_size": {"world_size": self.workers},
             "/is_paused": {"is_paused": self.is_paused},

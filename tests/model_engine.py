@@ -49,6 +49,7 @@ from grpo_core.refit.shelf import manifest_of, obtain
 from grpo_core.refit.snapshot import read_tensors
 from grpo_core.trajectory import Stamp
 from storage.objects import ObjectStore
+from tests.fake_engine import server_info
 
 EMBEDDING = "model.embed_tokens.weight"
 POLICY = "policy"
@@ -445,17 +446,20 @@ async def handle(engine: Engine, request: web.Request) -> web.Response:
     return web.json_response(answer)
 
 
-async def serve(directory: Path, host: str, port: int) -> None:
-    engine = Engine(directory)
+async def serve(arguments: argparse.Namespace) -> None:
+    engine = Engine(arguments.model)
+    transfer = json.loads(arguments.weight_transfer_config)["backend"]
+    started = server_info(arguments.dtype, arguments.max_model_len, transfer, logprobs_mode=arguments.logprobs_mode)
+    started["vllm_config"]["lora_config"] = {"max_lora_rank": arguments.max_lora_rank}
     app = web.Application(client_max_size=1 << 28)
 
     async def route(request: web.Request) -> web.Response:
-        return await handle(engine, request)
+        return web.json_response(started) if request.path == "/server_info" else await handle(engine, request)
 
     app.router.add_route("*", "/{path:.*}", route)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    await web.TCPSite(runner, arguments.host, arguments.port).start()
     await asyncio.Event().wait()
 
 
@@ -464,9 +468,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=1 << 20)
+    parser.add_argument("--weight-transfer-config", default='{"backend": "gloo"}')
+    parser.add_argument("--logprobs-mode", default="processed_logprobs")
+    parser.add_argument("--max-lora-rank", type=int, default=0)
     arguments, _ = parser.parse_known_args()
     torch.set_num_threads(1)
-    asyncio.run(serve(arguments.model, arguments.host, arguments.port))
+    asyncio.run(serve(arguments))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from grpo_core.refit.canary import Canary, check_canary
+from grpo_core.refit.canary import Canary, CanaryFailed, check_canary
 from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
 from grpo_core.refit.phases import ENGINE_FAILURES, BrokenEngine, Phases
 from grpo_core.refit.transfer import Transfer, Weights
@@ -197,9 +197,12 @@ def check_engines(
     def check_or_stop(engine: EngineControl) -> None:
         try:
             differences[engine.name] = check(engine)
-        except ENGINE_FAILURES:
+        except ENGINE_FAILURES as failure:
             phases.fence()
-            engine.pause("abort", True, settings.pause_seconds)
+            try:
+                engine.pause("abort", True, settings.pause_seconds)
+            except ControlError as second:
+                raise CanaryFailed(f"{failure}; and it could not be stopped: {second}") from failure
             raise
 
     phases.run("canary", settings.canary_seconds + settings.pause_seconds, check_or_stop)

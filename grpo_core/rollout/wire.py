@@ -164,7 +164,7 @@ def parse_turns(
         raise InvalidGeneration(
             "version", f"engine {engine} answered with {answer.get('model')!r} instead of the adapter {adapter}"
         )
-    unfinished = Turn(list(prompt_ids), [], [], (), "", engine, submitted_at, 0.0, finished_at, seed)
+    unfinished = Turn(list(prompt_ids), [], [], (), "", engine, submitted_at, None, finished_at, seed)
     turns: list[Turn | InvalidGeneration] = []
     for choice in choices:
         try:
