@@ -18,7 +18,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -203,13 +203,15 @@ class FakeEngine:
         fault = self._fault(path)
         if fault is not None:
             if fault.kind == "delay":
-                await asyncio.sleep(fault.seconds)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), fault.seconds)
             elif fault.kind == "status":
                 return _error(fault.status, "scripted")
             elif fault.kind == "garbage":
                 return web.Response(text=fault.text, content_type="application/json")
             elif fault.kind == "hang":
                 await self._stopped.wait()
+                return web.Response()
             elif fault.kind in ("reset", "die"):
                 if fault.kind == "die" and fault.seconds:
                     self._loop.call_later(fault.seconds, self._stopped.set)

@@ -56,10 +56,10 @@ class EngineControl:
     The key of its generation routes is that of the environment, so that it never enters a record of the run.
     """
 
-    def __init__(self, address: EngineAddress, api_key: str | None = None) -> None:
+    def __init__(self, address: EngineAddress) -> None:
         self.name = address.name
         self.url = address.url.rstrip("/")
-        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
+        api_key = os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def pause(self, mode: str, clear_cache: bool, deadline_seconds: float) -> None:
@@ -89,12 +89,9 @@ class EngineControl:
         """Workers of the engine: tensor, pipeline and data parallel."""
         return self._said("/get_world_size", "world_size", int, deadline_seconds)
 
-    def score(
-        self, token_ids: list[int], cache_salt: str, deadline_seconds: float, *, model: str | None = None
-    ) -> list[float]:
-        """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it, by the policy or the adapter `model`.
-        Waits while the engine is paused."""
-        body = score_request(token_ids, cache_salt, model=model)
+    def score(self, token_ids: list[int], cache_salt: str, deadline_seconds: float) -> list[float]:
+        """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it. Waits while the engine is paused."""
+        body = score_request(token_ids, cache_salt)
         return parse_scores(self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
 
     def score_last(self, token_ids: list[int], cache_salt: str, deadline_seconds: float, *, model: str) -> float:

@@ -1,4 +1,4 @@
-"""The asynchronous client of one engine: generate, score, and read its load.
+"""The asynchronous client of one engine, and how its load is read.
 
 A turn that leaves this module is complete and believable: one finite log-prob per token and version spans
 that cover every token (`rollout.wire` checks it). Errors say what to do next: `EngineRejected` is a bug of
@@ -24,9 +24,7 @@ from grpo_core.rollout.wire import (
     InvalidGeneration,
     SamplingSettings,
     generate_request,
-    parse_scores,
     parse_turns,
-    score_request,
 )
 from grpo_core.trajectory import Turn
 
@@ -55,8 +53,8 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineClient:
-    """The engine at `url`. `name` goes into turns and messages. The session is shared and not closed here. Without an
-    `api_key` that of the environment is sent.
+    """The engine at `url`. `name` goes into turns and messages. The session is shared and not closed here. The
+    key of the environment is sent.
 
     `kept_caches`: the engine keeps its caches across refits, so a turn that began under another version than its salt is
     refused. `adapters`: the policy is the adapter that is named like the salt (`refit.adapters`).
@@ -71,7 +69,6 @@ class EngineClient:
         *,
         session: aiohttp.ClientSession,
         name: str = "",
-        api_key: str | None = None,
         kept_caches: bool = False,
         adapters: bool = False,
         clock: Callable[[], float] = time.time,
@@ -82,36 +79,8 @@ class EngineClient:
         self._clock = clock
         self._kept_caches = kept_caches
         self._adapters = adapters
-        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
+        api_key = os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        request_id: str,
-        sampling: SamplingSettings,
-        max_tokens: int,
-        seed: int,
-        stop_token_ids: Sequence[int],
-        cache_salt: str,
-        deadline_seconds: float,
-    ) -> Turn:
-        """One continuation of `prompt_ids`, a function of `seed` as far as the engine's batching allows."""
-        (turn,) = await self.generate_many(
-            prompt_ids,
-            1,
-            request_id=request_id,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            cache_salt=cache_salt,
-            deadline_seconds=deadline_seconds,
-        )
-        if isinstance(turn, InvalidGeneration):
-            raise turn
-        return turn
 
     async def generate_many(
         self,
@@ -157,22 +126,8 @@ class EngineClient:
             salt=cache_salt if self._kept_caches else None,
         )
 
-    async def score(self, token_ids: Sequence[int], *, cache_salt: str, deadline_seconds: float) -> list[float]:
-        """Log-probs (nats) of `token_ids[1:]`, each given the tokens before it. Needs a salt never used before."""
-        body = score_request(token_ids, cache_salt)
-        return parse_scores(await self._post("/inference/v1/generate", body, deadline_seconds), token_ids)
-
-    async def metrics(self, *, deadline_seconds: float) -> dict[str, float]:
-        """The engine's load and totals under the names of METRICS; a value it does not report is absent."""
-        return parse_metrics(await self._text("GET", "/metrics", None, deadline_seconds))
-
     async def _post(self, path: str, body: Mapping[str, Any], deadline_seconds: float) -> dict[str, Any]:
-        return await self._object("POST", path, body, deadline_seconds)
-
-    async def _object(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_seconds: float
-    ) -> dict[str, Any]:
-        text = await self._text(method, path, body, deadline_seconds)
+        text = await self._text(path, body, deadline_seconds)
         try:
             # Python's JSON reads NaN and Infinity as such, so that the checks of `wire` see and name them.
             answer = json.loads(text)
@@ -182,10 +137,9 @@ class EngineClient:
             raise InvalidGeneration("json", f"engine {self.name}: {path} answered {text[:100]!r}, not an object")
         return answer
 
-    async def _text(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_seconds: float) -> str:
+    async def _text(self, path: str, body: Mapping[str, Any], deadline_seconds: float) -> str:
         try:
-            async with self._session.request(
-                method,
+            async with self._session.post(
                 self.url + path,
                 json=body,
                 headers=self._headers,
@@ -196,19 +150,17 @@ class EngineClient:
                 status = response.status
         except TimeoutError as error:
             raise EngineUnavailable(
-                f"engine {self.name}: {method} {path} got no answer within {deadline_seconds:g} s"
+                f"engine {self.name}: POST {path} got no answer within {deadline_seconds:g} s"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"engine {self.name}: {method} {path} lost its connection: {error!r}") from error
+            raise EngineUnavailable(f"engine {self.name}: POST {path} lost its connection: {error!r}") from error
         if status == 404 and self._adapters:
             # It was started again since it was given the adapter; whoever looks after it will notice.
-            raise EngineUnavailable(
-                f"engine {self.name} has no such route or adapter for {method} {path}: {text[:500]}"
-            )
+            raise EngineUnavailable(f"engine {self.name} has no such route or adapter for POST {path}: {text[:500]}")
         if 400 <= status < 500:
-            raise EngineRejected(f"engine {self.name} rejected {method} {path} with {status}: {text[:500]}")
+            raise EngineRejected(f"engine {self.name} rejected POST {path} with {status}: {text[:500]}")
         if status != 200:
-            raise EngineUnavailable(f"engine {self.name}: {method} {path} answered {status}: {text[:500]}")
+            raise EngineUnavailable(f"engine {self.name}: POST {path} answered {status}: {text[:500]}")
         return text
 
 

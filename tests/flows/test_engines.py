@@ -25,7 +25,7 @@ from grpo_core.rollout.pool import Pool
 from grpo_core.trajectory import Stamp
 from storage.objects import ObjectStore
 from storage.pool import PoolChange, PoolWish, RefitRecord, read_pool_changes, write_pool_wish, write_refit
-from tests.fake_engine import FakeEngine, Fault
+from tests.fake_engine import FakeEngine, Fault, server_info
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(300)"
@@ -407,6 +407,124 @@ def test_a_request_whose_next_token_can_be_trained_is_not_ended(
     assert "/abort_requests" not in fakes[0].calls
 
 
+def test_an_engine_that_hangs_is_told_once_and_keeps_no_other_from_being_told_or_looked_at(
+    stage: Callable[..., Stage], fakes: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MOST_LOOKS", 1)
+    made = stage(external(fakes), grpo={"async_grpo": {"stale_policy": "drop"}})
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0", "engine-1")
+    fakes[0].faults.append(Fault("/abort_requests", "hang", times=10**6))
+
+    async def request(name: str) -> None:
+        async with made.router.engine(weight=1, deadline_seconds=0, request_id=name, since=Stamp(1, 0)):
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        requests = [asyncio.create_task(request(str(number))) for number in range(8)]
+        while len(made.router.in_flight()) < len(requests):
+            await asyncio.sleep(0.01)
+        made.engines.cancel_overdue(1)
+        requests += [asyncio.create_task(request(str(number))) for number in range(8, 16)]
+        while len(made.router.in_flight()) < len(requests):
+            await asyncio.sleep(0.01)
+        looks = [fake.calls.count("/health") for fake in fakes]
+        await asyncio.to_thread(
+            made.until,
+            lambda: all(fake.calls.count("/health") > seen + 3 for fake, seen in zip(fakes, looks, strict=True)),
+        )
+        while told(fakes[1]) != on(1):
+            made.engines.cancel_overdue(1)
+            await asyncio.sleep(0.01)
+        for task in requests:
+            task.cancel()
+
+    def on(number: int) -> set[str]:
+        return {request.request_id for request in made.router.in_flight() if request.engine == f"engine-{number}"}
+
+    def told(fake: FakeEngine) -> set[str]:
+        lists = [body["request_ids"] for path, body in fake.bodies if path == "/abort_requests"]
+        return {name.removeprefix("generate-tokens-") for names in lists for name in names}
+
+    asyncio.run(run())
+    assert fakes[0].calls.count("/abort_requests") == 1, "one call at a time"
+    assert fakes[1].calls.count("/abort_requests") <= 2, "one call for all that are overdue"
+
+
+def test_an_engine_that_does_not_serve_is_told_nothing(stage: Callable[..., Stage], fakes: list[FakeEngine]) -> None:
+    made = stage(external(fakes), grpo={"async_grpo": {"stale_policy": "drop"}})
+    made.until(lambda: len(made.joined()) == 2)
+    made.refit("engine-0")
+
+    async def run() -> None:
+        async with made.router.engine(weight=1, deadline_seconds=0, request_id="r", since=Stamp(1, 0)):
+            made.engines.replace({"engine-0": "start: 500"})
+            made.engines.cancel_overdue(1)
+
+    asyncio.run(run())
+    made.until(lambda: fakes[0].calls.count("/health") > 5)
+    assert "/abort_requests" not in fakes[0].calls
+
+
+def test_an_external_engine_with_raw_log_probs_joins_when_it_was_started_as_it_should_be(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    right, fakes[1].configuration = fakes[1].configuration, server_info(logprobs_mode="raw_logprobs")
+    made = stage(external(fakes, start_timeout_seconds=0.1))
+    made.until(lambda: made.joined() == ["engine-0"] and any("raw_logprobs" in line for line in made.said))
+    assert made.engines.all_ready()
+    asked = fakes[1].calls.count("/server_info")
+    made.until(lambda: fakes[1].calls.count("/server_info") > asked + 3)
+    assert made.joined() == ["engine-0"]
+    (refusal,) = [line for line in made.said if fakes[1].url in line]
+    assert "start it with processed_logprobs; it gets no request until then" in refusal
+    fakes[1].configuration = right
+    made.until(lambda: made.joined() == ["engine-0", "engine-1"])
+
+
+def test_a_pool_of_which_no_engine_was_started_as_it_should_be_fails(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    for fake in fakes:
+        fake.configuration = server_info(dtype="float32")
+    made = stage(external(fakes))
+    with pytest.raises(
+        PoolFailed, match=r"computes in torch\.float32; start it with --dtype bfloat16.*no other engine"
+    ):
+        made.until(lambda: False)
+
+
+def test_an_engine_that_fails_to_say_how_it_was_started_is_asked_again(
+    stage: Callable[..., Stage], fakes: list[FakeEngine]
+) -> None:
+    fakes[0].faults.append(Fault("/server_info", "reset", times=3))
+    made = stage(external(fakes[:1]))
+    made.until(lambda: made.joined() == ["engine-0"])
+
+
+@pytest.mark.parametrize(("stamp", "foreign"), [("default", False), ("0.7", False), ("1.7", True), ("theirs", True)])
+def test_an_external_engine_that_another_run_may_use_is_warned_about(
+    stage: Callable[..., Stage], fakes: list[FakeEngine], stamp: str, foreign: bool
+) -> None:
+    fakes[0].version = stamp
+    made = stage(external(fakes[:1], health_timeout_seconds=0.2))
+    made.until(lambda: made.joined() == ["engine-0"])
+    assert any(f"carries weights {stamp} of another run" in line for line in made.said) is foreign
+    fakes[0].version = "1.8"
+    silent = Fault("/health", "status", times=10**6, status=503)
+    fakes[0].faults.append(silent)
+    made.until(lambda: made.left() == ["engine-0"])
+    said, silent.times = len(made.said), 0
+    made.until(lambda: "engine-0-1" in made.joined())
+    assert not any("of another run" in line for line in made.said[said:]), "by then it carries ours"
+
+
+def test_engines_on_a_network_are_warned_about_whoever_started_them(stage: Callable[..., Stage]) -> None:
+    made = stage(ExternalPool.model_validate({"kind": "external", "urls": ["http://127.0.0.1:9", "http://10.0.0.7:9"]}))
+    (warning,) = made.said
+    assert warning.startswith("warning: http://10.0.0.7:9: an engine's control routes have no authentication")
+
+
 def test_load_of_the_engines_becomes_metrics_and_evictions_become_a_limit(
     stage: Callable[..., Stage], fakes: list[FakeEngine]
 ) -> None:
@@ -533,6 +651,39 @@ def test_a_local_engine_that_a_refit_broke_is_replaced(
     assert made.router.members() == []
     made.until(lambda: made.joined()[-1] == "engine-0-1")
     assert any("broke in a refit: transfer: 500" in line for line in made.said)
+
+
+def test_a_port_that_somebody_else_took_before_a_restart_is_a_loss_and_another_is_tried(
+    stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stage(local())
+    made.until(lambda: made.joined() == ["engine-0"])
+    taken = iter([False])
+    monkeypatch.setattr(module, "port_is_free", lambda host, port: next(taken, True))
+    os.kill(children(made.engines)[0].pid, signal.SIGKILL)
+    made.until(lambda: made.joined()[-1] == "engine-0-2")
+    assert any("the port is taken" in line and "It is started again" in line for line in made.said)
+
+
+def test_an_engine_whose_port_was_taken_while_it_started_is_started_again(
+    stage: Callable[..., Stage], healthy: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy["healthy"] = False
+    with monkeypatch.context() as patch:
+        loser = "raise SystemExit('OSError: [Errno 98] Address already in use')"
+        patch.setattr(module, "engine_command", lambda *_: EngineCommand((sys.executable, "-c", loser), os.environ))
+        made = stage(local())
+    made.until(lambda: any("in use\nIt is started again" in line for line in made.said))
+    healthy["healthy"] = True
+    made.until(lambda: made.joined() == ["engine-0-1"])
+
+
+def test_no_two_engines_are_given_one_port(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = iter([30001, 30001, 30001, 30002])
+    monkeypatch.setattr(module, "free_port", lambda host: next(ports))
+    monkeypatch.setattr(module, "port_is_free", lambda host, port: True)
+    made = stage(local(engines=2))
+    assert [slot.url for slot in made.engines._slots] == ["http://127.0.0.1:30001", "http://127.0.0.1:30002"]
 
 
 def test_an_engine_that_dies_while_it_starts_fails_the_run_at_once(

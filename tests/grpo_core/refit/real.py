@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+import requests
 import torch
 
 from grpo_core.refit.canary import Canary, canary_tokens
-from grpo_core.refit.coordinator import RefitSettings
+from grpo_core.refit.coordinator import RefitResult, RefitSettings
 from grpo_core.refit.source import gather
+from grpo_core.rollout.engine import parse_metrics
+from tests.vllm_engine import RunningEngine
 
 SETTINGS = RefitSettings(
     connect_seconds=60,
@@ -32,6 +37,38 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+# The first refits find their size: buffers, threads, caches.
+REFITS, WARM = 50, 10
+
+
+def refit_fifty_times(
+    models: Mapping[str, Any], engines: Mapping[str, RunningEngine], refit: Callable[[str, int], RefitResult]
+) -> None:
+    """Exact every time, and no process keeps a copy of the weights each time, neither the engines' nor this one."""
+
+    def memory() -> dict[str, int]:
+        own = {"trainer": psutil.Process().memory_info().rss}
+        return own | {name: engine.memory() for name, engine in engines.items()}
+
+    before: dict[str, int] = {}
+    for version in range(REFITS):
+        if version == WARM:
+            before = memory()
+        for name, model in models.items():
+            randomise(model, seed=100 + version)
+            assert refit(name, version).canary[name] <= 1e-4
+    sizes = {name: sum(tensor.nbytes for _, tensor in weights_of(model)) for name, model in models.items()}
+    sizes["trainer"] = sum(sizes.values())
+    grown = {name: bytes_ - before[name] for name, bytes_ in memory().items()}
+    # A copy left behind by each refit would be forty of them.
+    assert {name: growth for name, growth in grown.items() if growth >= 10 * sizes[name]} == {}
+
+
+def load_of(engine: RunningEngine) -> dict[str, float]:
+    """What the engine says of its load and its totals."""
+    return parse_metrics(requests.get(f"{engine.url}/metrics", timeout=10).text)
 
 
 def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -266,13 +266,22 @@ def test_a_fenced_trainer_touches_no_engine(pool: list[FakeEngine], tmp_path: Pa
         (Fault("/v1/load_lora_adapter", "die"), "transfer"),
         (Fault(GENERATE, "status", status=500), "canary"),
         (Fault("/v1/models", "reset"), "transfer"),
+        (Fault("/v1/models", "hang"), "transfer"),
+        (Fault("/v1/models", "garbage", text='{"data": [3]}'), "transfer"),
+        (Fault("/v1/load_lora_adapter", "hang"), "transfer"),
+        (Fault(GENERATE, "hang"), "canary"),
+        (Fault("/metrics", "hang"), "finish"),
     ],
 )
 def test_an_engine_that_fails_is_reported_and_the_other_goes_on(
     pool: list[FakeEngine], tmp_path: Path, fault: Fault, phase: str
 ) -> None:
-    pool[1].faults.append(fault)
-    result = refit(pool, 0, tmp_path)
+    pool[1].faults.append(replace(fault))
+    short = 1.0 if fault.kind == "hang" else 60.0
+    settings = replace(
+        SETTINGS, start_seconds=short, transfer_seconds=short, finish_seconds=short, canary_seconds=short
+    )
+    result = refit(pool, 0, tmp_path, settings=settings)
     assert result.refitted == ("e0",)
     assert [(broken.name, broken.phase) for broken in result.broken] == [("e1", phase)]
 

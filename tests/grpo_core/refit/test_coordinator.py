@@ -183,6 +183,46 @@ def test_failing_engine_is_reported_and_the_others_go_on(
         assert ("/resume" in pool[1].calls) is resumed
 
 
+@pytest.mark.parametrize(("path", "phase"), [("/weight_info", "finish"), ("/resume", "resume"), (GENERATE, "canary")])
+@pytest.mark.parametrize("kind", ["status", "reset", "die", "hang"])
+def test_an_engine_that_fails_after_it_has_the_weights_is_reported_and_the_others_go_on(
+    pool: list[FakeEngine], path: str, phase: str, kind: Any
+) -> None:
+    pool[1].faults.append(Fault(path, kind))
+    short = 1.0 if kind == "hang" else 5.0
+    result = refit(pool, finish_seconds=short, resume_seconds=short, canary_seconds=short)
+    assert result.refitted == ("e0", "e2")
+    assert broken(result) == {"e1": phase}
+    assert path in result.broken[0].cause
+    assert not pool[0].is_paused and not pool[2].is_paused
+    assert "e1" not in result.canary
+    if kind != "die":
+        assert pool[1].is_paused, "it samples with weights that nobody knows"
+
+
+@pytest.mark.parametrize("kind", ["status", "reset", "die", "hang"])
+@pytest.mark.parametrize("score", [lambda ids: [-1.0] * (len(ids) - 1), None])
+def test_a_canary_is_the_cause_even_if_the_engine_cannot_be_stopped_after_it(
+    pool: list[FakeEngine], kind: Any, score: Any
+) -> None:
+    class Unstoppable(EngineControl):
+        def pause(self, mode: str, clear_cache: bool, deadline_seconds: float) -> None:
+            if mode == "abort":
+                pool[0].faults.append(Fault("/pause", kind))
+            super().pause(mode, clear_cache, deadline_seconds)
+
+    if score is None:
+        pool[0].faults.append(Fault(GENERATE, "garbage", text="{}"))
+    pool[0].score = score
+    addresses = [EngineAddress(f"e{number}", engine.url) for number, engine in enumerate(pool)]
+    settings = replace(SETTINGS, pause_seconds=0.5 if kind == "hang" else 5)
+    result = refit_weights(WEIGHTS, addresses, STAMP, HttpTransfer(), settings, canary=CANARY, control=Unstoppable)
+    assert broken(result) == {"e0": "canary"}
+    first, _, second = result.broken[0].cause.partition("; and it could not be stopped: ")
+    assert ("no log-probs" if score is None else "its weights are not the trainer's") in first
+    assert "/pause" in second
+
+
 def test_link_that_breaks_under_way_costs_its_engine_only(pool: list[FakeEngine]) -> None:
     result = refit(pool, HttpTransfer({"e2": TransferError("tensor x did not reach engine e2")}))
     assert result.refitted == ("e0", "e1")

@@ -1,10 +1,10 @@
-"""The gloo link moves bytes exactly, and its failures end long before its deadline."""
+"""The gloo link moves bytes exactly, and its failures are known without its deadline."""
 
 from __future__ import annotations
 
+import re
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,18 @@ WEIGHTS = Weights.of(
     ],
     digests=True,
 )
+
+
+# How gloo and we say that time was up.
+AT_DEADLINE = re.compile(r"(?i)timed? ?out|in time|within")
+
+
+@pytest.fixture
+def never() -> Iterator[threading.Event]:
+    """What comes only when the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
 class Worker:
@@ -110,46 +122,41 @@ def test_every_worker_receives_every_tensor_bit_for_bit_in_every_update(workers:
             assert all(worker.received[name].dtype == tensor.dtype for name, tensor in WEIGHTS.tensors)
 
 
-def test_update_that_the_engine_rejects_is_an_error_at_once() -> None:
+def test_update_that_the_engine_rejects_is_the_engines_own_error() -> None:
     def reject(engine: Engine, info: dict[str, Any]) -> None:
         raise ControlError("tensor k_proj is missing")
 
     engine: Any = Engine(update=reject)
-    began = time.monotonic()
     with pytest.raises(ControlError, match="k_proj"):
         opened(engine).send(engine, WEIGHTS, DEADLINE)
-    assert time.monotonic() - began < DEADLINE / 2
 
 
-def test_worker_that_is_lost_between_two_tensors_is_an_error_at_once() -> None:
+def test_worker_that_is_lost_between_two_tensors_is_an_error_before_the_engine_answers(never: threading.Event) -> None:
     def leave(engine: Engine, info: dict[str, Any]) -> None:
         engine.workers[0].receive(info, count=1)
         engine.workers[0].group = None
         engine.healthy = False
-        time.sleep(DEADLINE)
+        never.wait()
 
     engine: Any = Engine(update=leave)
-    began = time.monotonic()
-    with pytest.raises(TransferError, match="e0"):
+    with pytest.raises(TransferError, match="e0") as caught:
         opened(engine).send(engine, WEIGHTS, DEADLINE)
-    assert time.monotonic() - began < DEADLINE / 2
+    assert not AT_DEADLINE.search(str(caught.value))
 
 
-def test_engine_that_dies_while_loading_is_noticed_by_its_health() -> None:
+def test_engine_that_dies_while_loading_is_noticed_by_its_health(never: threading.Event) -> None:
     def die(engine: Engine, info: dict[str, Any]) -> None:
         engine.all_receive(info)
         engine.healthy = False
-        time.sleep(DEADLINE)
+        never.wait()
 
     engine: Any = Engine(update=die)
-    began = time.monotonic()
     with pytest.raises(TransferError, match="e0 died"):
         opened(engine).send(engine, WEIGHTS, DEADLINE)
-    assert time.monotonic() - began < DEADLINE / 2
 
 
-def test_worker_that_never_accepts_ends_at_the_deadline() -> None:
-    engine: Any = Engine(update=lambda engine, info: time.sleep(DEADLINE))
+def test_worker_that_never_accepts_ends_at_the_deadline(never: threading.Event) -> None:
+    engine: Any = Engine(update=lambda engine, info: never.wait())
     with pytest.raises(TransferError, match="e0 did not report"):
         opened(engine).send(engine, WEIGHTS, 0.3)
 
@@ -166,12 +173,12 @@ def test_engine_that_refuses_to_join_is_an_error_and_no_link_remains() -> None:
     assert not transfer.is_open("e0")
 
 
-def test_worker_that_is_lost_before_the_group_forms_is_an_error_at_the_deadline() -> None:
+def test_worker_that_is_lost_before_the_group_forms_is_an_error_at_the_deadline(never: threading.Event) -> None:
     class Half(Engine):
         def init_transfer(self, info: dict[str, Any], deadline_seconds: float) -> None:
             store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=DEADLINE))
             store.set(f"{JOINED}/1", "1")
-            time.sleep(DEADLINE)
+            never.wait()
 
     engine: Any = Half()
     transfer = GlooTransfer()

@@ -21,6 +21,7 @@ from grpo_core.trajectory import Stamp, Turn
 from tests.fake_engine import GENERATE, FakeEngine
 from tests.grpo_core.refit.real import Sampling
 from tests.grpo_core.refit.test_coordinator import HttpTransfer
+from tests.turns import one_turn
 
 WEIGHTS = [("lm_head.weight", torch.ones(4, 2))]
 TOKENS = 40
@@ -47,7 +48,8 @@ def through_a_refit(engine: FakeEngine, run: RunConfig) -> list[Turn | BaseExcep
             client = EngineClient(engine.url, session=session, name="e0", kept_caches=kept)
 
             def ask(name: str) -> Any:
-                return client.generate(
+                return one_turn(
+                    client,
                     [1, 2, 3], request_id=name, sampling=Sampling(), max_tokens=TOKENS, seed=3, stop_token_ids=[],
                     cache_salt="1.0", deadline_seconds=20,
                 )  # fmt: skip

@@ -24,7 +24,17 @@ from grpo_core.refit.transfer import Transfer, Weights
 from grpo_core.rollout.engine import EngineClient
 from grpo_core.rollout.wire import InvalidGeneration
 from grpo_core.trajectory import Stamp, Turn
-from tests.grpo_core.refit.real import SETTINGS, Sampling, canary_of, logprobs_of, randomise, weights_of
+from tests.grpo_core.refit.real import (
+    SETTINGS,
+    Sampling,
+    canary_of,
+    load_of,
+    logprobs_of,
+    randomise,
+    refit_fifty_times,
+    weights_of,
+)
+from tests.turns import one_turn
 from tests.vllm_engine import RunningEngine, running_engines, write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +42,7 @@ pytestmark = pytest.mark.vllm
 
 @dataclass
 class Pool:
-    """A tied engine of two workers and an untied one of one, the model each was started from, and the link to them."""
+    """The engines by name, the model each was started from, and the link to them."""
 
     engines: dict[str, RunningEngine]
     models: dict[str, Any]
@@ -54,14 +64,18 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(vllm_engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """The shared engine (Qwen3, untied) and one of this module's own (Llama, tied, two workers), which the last test
-    kills."""
+    """The shared engine (Qwen3, untied) and two of this module's own: one of two workers (Llama, tied), which the last test
+    kills, and one for the other way to store a head (Llama, untied)."""
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("engines")
-    model = write_tiny_model(directory / "model", "llama", tied=True)
-    with running_engines([model], directory, tensor_parallel_size=2) as own:
-        engines = {"tied": own[0], "untied": vllm_engine}
+    tied = write_tiny_model(directory / "tied", "llama", tied=True)
+    untied = write_tiny_model(directory / "untied", "llama", tied=False)
+    with (
+        running_engines([tied], directory, tensor_parallel_size=2) as two_workers,
+        running_engines([untied], tmp_path_factory.mktemp("untied")) as one_worker,
+    ):
+        engines = {"tied": two_workers[0], "untied": vllm_engine, "untied Llama": one_worker[0]}
         models = {
             name: AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
             for name, engine in engines.items()
@@ -80,17 +94,7 @@ def test_three_refits_agree_with_the_trainer_whether_the_head_is_tied_or_not(poo
 
 
 def test_fifty_refits_stay_exact_and_leave_no_memory_behind(pool: Pool) -> None:
-    before: dict[str, int] = {}
-    for version in range(50):
-        for name, model in pool.models.items():
-            randomise(model, seed=100 + version)
-            assert pool.refit(name, Stamp(1, 10 + version)).canary[name] <= 1e-4
-            if version == 9:
-                before[name] = pool.engines[name].memory()
-    for name, engine in pool.engines.items():
-        size = sum(tensor.nbytes for _, tensor in weights_of(pool.models[name]))
-        # A copy of the weights left behind by each refit would be forty of them.
-        assert engine.memory() - before[name] < 10 * size
+    refit_fifty_times(pool.models, pool.engines, lambda name, version: pool.refit(name, Stamp(1, 10 + version)))
 
 
 def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_weights(pool: Pool) -> None:
@@ -102,7 +106,8 @@ def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_we
         async with aiohttp.ClientSession() as session:
             client = EngineClient(pool.engines["untied"].url, session=session)
             request = asyncio.create_task(
-                client.generate(
+                one_turn(
+                    client,
                     prompt,
                     request_id=f"straddle-{version}",
                     sampling=Sampling(),
@@ -113,7 +118,7 @@ def test_request_across_a_refit_has_one_span_per_version_and_each_matches_its_we
                     deadline_seconds=120,
                 )
             )
-            while not request.done() and (await client.metrics(deadline_seconds=10))["running"] < 1:
+            while not request.done() and (await asyncio.to_thread(load_of, pool.engines["untied"]))["running"] < 1:
                 await asyncio.sleep(0.005)
             engines = [pool.address("untied")]
             await asyncio.to_thread(
@@ -176,7 +181,8 @@ def test_more_seeded_prompts_than_one_step_can_read_are_served(pool: Pool) -> No
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             client = EngineClient(pool.engines["untied"].url, session=session)
             requests = [
-                client.generate(
+                one_turn(
+                    client,
                     [1 + (number + i) % 127 for i in range(200)],
                     request_id=f"burst {number}",
                     sampling=Sampling(),
@@ -199,8 +205,9 @@ def test_cached_prefixes_serve_their_own_version_only(pool: Pool) -> None:
     async def hits_of(stamp: str) -> float:
         async with aiohttp.ClientSession() as session:
             client = EngineClient(pool.engines["untied"].url, session=session)
-            before = await client.metrics(deadline_seconds=10)
-            await client.generate(
+            before = await asyncio.to_thread(load_of, pool.engines["untied"])
+            await one_turn(
+                client,
                 list(range(1, 101)),
                 request_id="prefix",
                 sampling=Sampling(),
@@ -210,7 +217,8 @@ def test_cached_prefixes_serve_their_own_version_only(pool: Pool) -> None:
                 cache_salt=stamp,
                 deadline_seconds=60,
             )
-            return (await client.metrics(deadline_seconds=10))["prefix_hits"] - before["prefix_hits"]
+            after = await asyncio.to_thread(load_of, pool.engines["untied"])
+            return after["prefix_hits"] - before["prefix_hits"]
 
     pool.refit("untied", Stamp(3, 2))
     assert [asyncio.run(hits_of("3.2")), asyncio.run(hits_of("3.2"))] == [0, 96]
@@ -227,7 +235,8 @@ def test_with_kept_caches_a_request_that_waited_through_a_refit_is_generated_aga
 
     async def ask(salt: str) -> Turn:
         async with aiohttp.ClientSession() as session:
-            return await EngineClient(pool.engines["untied"].url, session=session, kept_caches=True).generate(
+            return await one_turn(
+                EngineClient(pool.engines["untied"].url, session=session, kept_caches=True),
                 prompt,
                 request_id=f"kept {salt}",
                 sampling=Sampling(),
@@ -333,7 +342,6 @@ def test_engine_killed_in_the_transfer_is_reported_and_the_other_goes_on(pool: P
     randomise(pool.models[survivor], seed=50)
     transfer = KillingTransfer(pool.engines[victim])
     addresses = [pool.address(survivor), pool.address(victim)]
-    began = time.monotonic()
     result = refit_weights(
         weights_of(pool.models[survivor]),
         addresses,
@@ -342,9 +350,9 @@ def test_engine_killed_in_the_transfer_is_reported_and_the_other_goes_on(pool: P
         SETTINGS,
         canary=canary_of(pool.models[survivor]),
     )
-    assert time.monotonic() - began < SETTINGS.transfer_seconds
     assert result.refitted == (survivor,)
     assert [(broken.name, broken.phase) for broken in result.broken] == [(victim, "transfer")]
+    assert "in time" not in result.broken[0].cause, "it is known to be dead before the deadline"
     assert result.canary[survivor] <= 1e-4
     with pytest.raises(RefitFailed, match=victim):
         refit_weights(

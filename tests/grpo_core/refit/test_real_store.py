@@ -22,7 +22,16 @@ from grpo_core.rollout.engine import EngineClient
 from grpo_core.trajectory import Stamp, Turn, VersionSpan
 from storage import layout
 from storage.objects import ObjectStore
-from tests.grpo_core.refit.real import SETTINGS, Sampling, canary_of, logprobs_of, randomise, weights_of
+from tests.grpo_core.refit.real import (
+    SETTINGS,
+    Sampling,
+    canary_of,
+    logprobs_of,
+    randomise,
+    refit_fifty_times,
+    weights_of,
+)
+from tests.turns import one_turn
 from tests.vllm_engine import RunningEngine, running_engines, write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -153,7 +162,8 @@ def ask(stage: Stage, stamp: str, tokens: int) -> Turn:
     async def generate() -> Turn:
         async with aiohttp.ClientSession() as session:
             client = EngineClient(stage.engine.url, session=session, adapters=True)
-            return await client.generate(
+            return await one_turn(
+                client,
                 PROMPT, request_id=f"adapter {stamp} {tokens}", sampling=Sampling(), max_tokens=tokens, seed=3, stop_token_ids=[],
                 cache_salt=stamp, deadline_seconds=120,
             )  # fmt: skip
@@ -204,3 +214,10 @@ def test_adapters_are_versions_that_requests_name(stage: Stage) -> None:
     refit(5)
     assert sorted(engine.adapters(30)) == ["5.4", "5.5"]
     assert sorted(path.name for path in stage.adapters.iterdir()) == ["5.4", "5.5"]
+
+
+def test_fifty_refits_through_the_store_stay_exact_and_leave_no_memory_behind(stage: Stage) -> None:
+    transfer = stage.transfer()
+    refit_fifty_times(
+        {"e0": stage.model}, {"e0": stage.engine}, lambda name, version: stage.refit(transfer, Stamp(9, version))
+    )

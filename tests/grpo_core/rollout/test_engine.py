@@ -25,6 +25,7 @@ from grpo_core.rollout.wire import (
 )
 from grpo_core.trajectory import Turn, VersionSpan
 from tests.fake_engine import GENERATE, FakeEngine, Fault
+from tests.turns import one_turn
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def engine() -> Iterator[FakeEngine]:
 @asynccontextmanager
 async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
     async with aiohttp.ClientSession() as session:
-        yield EngineClient(engine.url, session=session, name="e0", api_key="key")
+        yield EngineClient(engine.url, session=session, name="e0")
 
 
 def generate(engine: FakeEngine, n: int = 1, deadline: float = 10.0, **changes: Any) -> list[Turn]:
@@ -188,7 +189,8 @@ def test_request_waits_while_the_engine_is_paused_and_goes_on_under_the_new_stam
     async def run() -> Turn:
         async with client(engine) as engine_client, aiohttp.ClientSession() as session:
             task = asyncio.create_task(
-                engine_client.generate(
+                one_turn(
+                    engine_client,
                     [1],
                     request_id="r",
                     sampling=Sampling(),
@@ -224,7 +226,8 @@ def test_abort_names_the_request_as_the_engine_knows_it(engine: FakeEngine) -> N
     async def run() -> Turn:
         async with client(engine) as engine_client:
             task = asyncio.create_task(
-                engine_client.generate(
+                one_turn(
+                    engine_client,
                     [1],
                     request_id="mine",
                     sampling=Sampling(),
@@ -242,18 +245,6 @@ def test_abort_names_the_request_as_the_engine_knows_it(engine: FakeEngine) -> N
     with pytest.raises(InvalidGeneration, match=r"'abort' after \d+ tokens") as caught:
         asyncio.run(run())
     assert caught.value.reason == "aborted"
-
-
-def test_load_and_scores_of_the_engine_can_be_read(engine: FakeEngine) -> None:
-    async def run() -> tuple[Any, ...]:
-        async with client(engine) as engine_client:
-            return (
-                (await engine_client.metrics(deadline_seconds=5))["kv_usage"],
-                await engine_client.score([1, 2, 3], cache_salt="x", deadline_seconds=5),
-            )
-
-    uniform = -math.log(engine.vocabulary_size)
-    assert asyncio.run(run()) == (0.25, [uniform, uniform])
 
 
 def test_metrics_sum_over_labels_and_ignore_names_that_only_begin_alike() -> None:
