@@ -69,6 +69,18 @@ def test_a_look_tells_health_version_and_load() -> None:
     assert look(engine.url) == Look(healthy=False)
 
 
+@pytest.mark.parametrize("value", ["garbage", "+Inf", "NaN", "1e999", ""])
+def test_nonsense_about_its_load_is_not_heard_and_ends_no_watch(value: str) -> None:
+    with FakeEngine(version="1.4") as engine:
+        text = f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc 0.5\n"
+        engine.faults.append(Fault("/metrics", "garbage", text=text))
+        prober = Prober()
+        while (answer := prober.ask("e0", engine.url, 60.0)) is None:
+            time.sleep(0.001)
+        prober.close()
+        assert answer.load is not None and (answer.load.running, answer.load.kv_usage) == (0.0, 0.5)
+
+
 class Clock:
     now = 0.0
 

@@ -79,6 +79,7 @@ def ask(engine: FakeEngine, n: int, deadline: float = 10.0, **changes: Any) -> l
 
 def test_turn_carries_tokens_logprobs_and_the_stamp_of_each_token(engine: FakeEngine) -> None:
     (turn,) = generate(engine)
+    assert turn.first_token_at is None, "an answer that comes whole does not say when it began"
     assert turn.prompt_ids == [1, 2, 3]
     assert len(turn.output_ids) == len(turn.logprobs) == 5
     assert turn.spans == (VersionSpan(1, 4, 0, 5),)
