@@ -44,6 +44,7 @@ from grpo_core.trajectory import Stamp
 from storage.objects import ObjectStore
 from storage.pool import read_pool_changes
 from tests.fake_engine import GENERATE, FakeEngine, Fault
+from tests.turns import one_turn
 
 RESULTS = Path("benchmarks/results")
 # The deadlines of this benchmark, in seconds.
@@ -120,7 +121,8 @@ async def failed_request(engine: FakeEngine, *, tokens: int) -> tuple[float, Exc
         client = EngineClient(engine.url, session=session, name="e0")
         began = time.monotonic()
         try:
-            await client.generate(
+            await one_turn(
+                client,
                 [1, 2, 3],
                 request_id="r",
                 sampling=SamplingConfig(),
