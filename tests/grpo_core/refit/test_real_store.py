@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import aiohttp
 import pytest
 import torch
 
+from flows.examination import fault_of
+from flows.probe import examine
+from grpo_core.config import RunConfig
 from grpo_core.refit.adapters import Adapter, Base, engines_without_base, refit_adapter
 from grpo_core.refit.control import EngineAddress, EngineControl
 from grpo_core.refit.coordinator import RefitFailed, RefitResult, refit_weights
@@ -32,7 +36,7 @@ from tests.grpo_core.refit.real import (
     weights_of,
 )
 from tests.turns import one_turn
-from tests.vllm_engine import RunningEngine, running_engines, write_tiny_model
+from tests.vllm_engine import CONTEXT, RunningEngine, running_engines, write_tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -80,6 +84,15 @@ def step(model: Any, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+
+
+def test_an_engine_says_how_it_was_started(stage: Stage) -> None:
+    model = {"dtype": "float32", "context_length": CONTEXT, "lora": {"rank": RANK}}
+    for backend, fault in (("store", None), ("gloo", "receives weights by store")):
+        refit = {"backend": backend, "adapter_only": True}
+        config = RunConfig.model_validate({"model": model, "refit": refit})
+        seen = examine(stage.engine.url, partial(fault_of, config=config))
+        assert seen.healthy and (seen.fault is None if fault is None else fault in str(seen.fault))
 
 
 def test_full_versions_and_differences_arrive_exactly(stage: Stage) -> None:
