@@ -67,7 +67,7 @@ class ObjectiveConfig(Section):
     sequence_error_threshold: float | None = Field(
         None,
         ge=1,
-        description="A sequence whose mean factor between trainer's and engine's probabilities exceeds this is masked; "
+        description="A sequence whose mean factor between trainer's and engine's probabilities exceeds this trains nothing; "
         "1 is agreement; none: no sequence is",
     )
     acknowledge_no_correction: bool = Field(
