@@ -12,7 +12,7 @@ proximal/behaviour (importance.py), and the KL term of kl.py:
 
     grpo, gspo                  mean over sequences of the mean over their tokens
     dapo, bnpo, cispo, reinforce   mean over tokens
-    dr_grpo                     sum over tokens / (sequences · longest completion allowed) (Liu et al. 2025)
+    dr_grpo                     sum over tokens / (sequences · tokens a rollout may have) (Liu et al. 2025)
 
 `ratio_level` gives any of them the ratio of tokens or of sequences. Besides, positive_nll_weight times the mean over
 the tokens of rewarded rollouts of -log π (VAPO).
@@ -33,7 +33,13 @@ from grpo_core.objective.diagnostics import Metrics, merge_extremes, mismatch_of
 from grpo_core.objective.importance import believed, importance_weights, proximal_logprobs, weight_metrics
 from grpo_core.objective.kl import k3, kl_penalised, kl_to_reference
 from grpo_core.objective.segments import Segments
-from grpo_core.objective.settings import Denominators, ObjectiveError, ObjectiveSettings, check_settings
+from grpo_core.objective.settings import (
+    Denominators,
+    ObjectiveError,
+    ObjectiveSettings,
+    check_settings,
+    needs_old_policy,
+)
 
 __all__ = ["Denominators", "ObjectiveError", "ObjectiveSettings", "policy_loss"]
 
@@ -209,7 +215,7 @@ def _denominators(flat: Flat) -> Denominators:
 
 def _check_inputs(given: dict[str, Tensor | None], config: ObjectiveSettings) -> None:
     needed = {
-        "old_logprobs": config.proximal_policy == "recomputed" and not config.force_on_policy_ratio,
+        "old_logprobs": needs_old_policy(config),
         "reference_logprobs": bool(config.beta),
         "entropy": bool(config.entropy_coefficient),
         "lags": config.proximal_policy == "log_linear" and not config.force_on_policy_ratio,
