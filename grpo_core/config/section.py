@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# JSON, Parquet and floating-point numbers all hold these exactly.
+PositiveInt = Annotated[int, Field(gt=0, le=2**53)]
 
 
 class Section(BaseModel):

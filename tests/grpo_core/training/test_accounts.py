@@ -91,6 +91,7 @@ def test_a_first_token_that_was_generated_is_no_trained_one() -> None:
         logprobs=False,
         given_up=Decisions(),
         token_budget=8,
+        taken_at=0.0,
     )
     assert (account.rows[0]["tokens_generated"], account.rows[0]["tokens_trained"]) == (5, 4)
     assert account.lag_tokens == {0: 4}
