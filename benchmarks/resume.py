@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from grpo_core.config import RunConfig
 from grpo_core.prompts import PromptStream, Row, Splits
 from grpo_core.schedule.frontier import Frontier, FrontierState
 from grpo_core.training.feed import Feed, Lineage, PartCache
+from grpo_core.training.planning import teaches
 from storage import layout, schema
 from storage.attempts import claim_next, living_chain
 from storage.checkpoints import Manifest, commit_manifest
@@ -180,7 +182,15 @@ def resume(root: Path, watch: Stopwatch) -> tuple[Leasing, Feed]:
         lineage = Lineage.of(living_chain(store), every_steps=settings.refit.every_steps)
         cache = PartCache(trajectories)
         feed = Feed(
-            store, trajectories, claim.attempt, frontier, cache, rollouts=ROLLOUTS, least=ROLLOUTS, lineage=lineage
+            store,
+            trajectories,
+            claim.attempt,
+            frontier,
+            cache,
+            rollouts=ROLLOUTS,
+            least=ROLLOUTS,
+            lineage=lineage,
+            teaches=partial(teaches, config=settings),
         )
         feed.restore(manifest.pinned, manifest.frontier["buffered"])
         assert newest_footer(store) is not None

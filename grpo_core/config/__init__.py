@@ -132,7 +132,7 @@ class RunConfig(Section):
     run_id: str = Field(
         "run", pattern=RUN_ID, description="Names everything the run writes; the same name continues the run"
     )
-    seed: int = Field(0, ge=0, description="Seed of everything that is drawn, except the data")
+    seed: int = Field(0, ge=0, le=2**53, description="Seed of everything that is drawn, except the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = NoEnvironment()
@@ -168,7 +168,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _rules_between_sections(self) -> RunConfig:
         window, objective = self.grpo.async_grpo.max_trajectory_age_steps, self.objective
-        if window > 0 and objective.importance_correction == "none" and not objective.acknowledge_no_correction:
+        if window > 0 and not objective.corrects and not objective.acknowledge_no_correction:
             raise ValueError(
                 f"grpo.async_grpo.max_trajectory_age_steps={window} trains on tokens of older policies, but objective.importance_correction is none; "
                 "set it to token or sequence, or acknowledge with objective.acknowledge_no_correction=true"
@@ -194,7 +194,7 @@ class RunConfig(Section):
             )
         if fault := self._lease_fault():
             raise ValueError(fault)
-        if fault := self._metric_fault():
+        if fault := self._learning_fault() or self._metric_fault():
             raise ValueError(fault)
         if fault := self._rollout_fault():
             raise ValueError(fault)
@@ -217,6 +217,18 @@ class RunConfig(Section):
         for key, seconds in timeouts.items():
             if seconds >= lease:
                 return f"{key}={seconds:g} outlasts a lease, which is sealed after generation.lease_timeout_seconds={lease:g}; lower the first or raise the second"
+        return None
+
+    def _learning_fault(self) -> str | None:
+        """Why a setting of the algorithm could never matter in this run."""
+        shaping, warmup, steps = self.grpo.reward_shaping, self.optimizer.warmup_steps, self.grpo.max_num_steps
+        if shaping is not None and shaping.max_response_length > self.most_generated:
+            return (
+                f"grpo.reward_shaping.max_response_length={shaping.max_response_length} is more than the {self.most_generated} tokens "
+                "that can be generated; lower it"
+            )
+        if warmup > steps:
+            return f"optimizer.warmup_steps={warmup} is more than grpo.max_num_steps={steps}, so the learning rate is never reached; lower it"
         return None
 
     def _metric_fault(self) -> str | None:
@@ -326,6 +338,13 @@ class RunConfig(Section):
         if isinstance(self.environment, NoEnvironment):
             return weights
         return weights | {ENVIRONMENT_SOURCE: self.environment.reward_weight}
+
+    @property
+    def most_generated(self) -> int:
+        """Generated tokens that a sequence can have: those of one turn, or of a whole rollout where it may have several."""
+        generation, several = self.generation, bool(self.generation.tools) or self.environment.kind != "none"
+        longest = self.model.context_length if several else generation.max_completion_length
+        return min(longest, generation.max_rollout_length or longest)
 
     @property
     def lease_prompts(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from grpo_core.config.section import Importable, Section
+from grpo_core.config.section import Importable, PositiveInt, Section
 
 
 class ReasoningGymData(Section):
@@ -20,8 +20,10 @@ class ReasoningGymData(Section):
     )
     size: PositiveInt = Field(2000, description="Questions of the train split")
     held_out_size: PositiveInt = Field(256, description="Questions of the held-out split")
-    seed: int = Field(1, ge=0, description="Seed of the train split")
-    held_out_seed: int = Field(1_000_000_000, ge=0, description="Far from `seed`: entry i is drawn with seed + i")
+    seed: int = Field(1, ge=0, le=2**53, description="Seed of the train split")
+    held_out_seed: int = Field(
+        1_000_000_000, ge=0, le=2**53, description="Far from `seed`: entry i is drawn with seed + i"
+    )
 
     @model_validator(mode="after")
     def _splits_differ(self) -> ReasoningGymData:
@@ -67,5 +69,5 @@ class DataConfig(Section):
         Field(discriminator="kind", description="Where the prompts come from"),
     ] = ReasoningGymData()
     system_prompt: str | None = Field(None, description="Put before every conversation as a system message")
-    seed: int = Field(0, ge=0, description="Seed of the permutation of each epoch")
+    seed: int = Field(0, ge=0, le=2**53, description="Seed of the permutation of each epoch")
     shuffle: bool = Field(True, description="Permute the prompts in each epoch; otherwise they come in their own order")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from grpo_core.config.section import Importable, Section
+from grpo_core.config.section import Importable, PositiveInt, Section
 
 # The source of reward that an environment is, beside the functions.
 ENVIRONMENT_SOURCE = "environment"
@@ -22,9 +22,9 @@ class EnvironmentSection(Section):
     """What every environment needs."""
 
     instances: PositiveInt = Field(256, description="Rollouts that are in an environment at the same time")
-    timeout_seconds: float = Field(60, gt=0, description="Longest time for one reset, step, reward or close")
+    timeout_seconds: float = Field(60, gt=0, le=1e9, description="Longest time for one reset, step, reward or close")
     reward_weight: float = Field(
-        1.0, description="Factor of the environment's own reward, beside those of rewards.functions"
+        1.0, ge=-1e6, le=1e6, description="Factor of the environment's own reward, beside those of rewards.functions"
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from grpo_core.config.section import Importable, Section, by_its_name
+from grpo_core.config.section import Importable, PositiveInt, Section, by_its_name
 
 
 class RewardFunction(Section):
@@ -14,7 +14,7 @@ class RewardFunction(Section):
     name alone may be written as text."""
 
     function: Importable = Field(description="module:function, importable from the working directory")
-    weight: float = Field(1.0, description="Factor of this source in the reward")
+    weight: float = Field(1.0, ge=-1e6, le=1e6, description="Factor of this source in the reward")
 
     _by_its_name = model_validator(mode="before")(by_its_name)
 
@@ -26,7 +26,7 @@ class RewardsConfig(Section):
         (RewardFunction(function="grpo_core.rollout.rewards:reasoning_gym_score"),),
         description="The sources of reward; may be empty where the environment gives one",
     )
-    timeout_seconds: float = Field(60, gt=0, description="Longest time for scoring one group")
+    timeout_seconds: float = Field(60, gt=0, le=1e9, description="Longest time for scoring one group")
     workers: PositiveInt = Field(1, description="Worker processes that score groups side by side")
     groups_per_worker: PositiveInt = Field(
         32,
@@ -56,14 +56,17 @@ class SamplingConfig(Section):
     """
 
     temperature: float = Field(
-        1.0, gt=0, le=10, description="Divides the logits, in the engine and in the trainer alike"
+        1.0,
+        ge=0.01,
+        le=10,
+        description="Divides the logits, in the engine and in the trainer alike; below 0.01 the engine takes 0.01",
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; only 1.0 is unbiased")
-    top_k: int = Field(0, ge=0, description="0: all tokens")
+    top_k: int = Field(0, ge=0, le=2**31, description="0: all tokens")
     min_p: float = Field(
         0.0, ge=0, le=1, description="Least probability relative to the likeliest token; only 0.0 is unbiased"
     )
-    repetition_penalty: float = Field(1.0, gt=0, description="Penalty of repeated tokens; only 1.0 is unbiased")
+    repetition_penalty: float = Field(1.0, gt=0, le=100, description="Penalty of repeated tokens; only 1.0 is unbiased")
 
     @model_validator(mode="after")
     def _unbiased(self) -> SamplingConfig:
@@ -99,10 +102,13 @@ class GenerationConfig(Section):
         default_factory=dict, description="Arguments of the chat template, such as enable_thinking"
     )
     lease_prompts: PositiveInt | None = Field(None, description="Prompts of one lease; default: a quarter of a step's")
-    flush_seconds: float = Field(2.0, gt=0, description="A part is committed at least this often while groups finish")
+    flush_seconds: float = Field(
+        2.0, gt=0, le=1e9, description="A part is committed at least this often while groups finish"
+    )
     request_timeout_seconds: float = Field(
         300,
         gt=0,
+        le=1e9,
         description="Longest time from sending a turn to an engine to its answer, with the wait for a place in the engine and the refits on the way; also what a refit without in_flight_weight_updates gives the requests to end",
     )
     max_rollout_attempts: PositiveInt = Field(
@@ -112,6 +118,7 @@ class GenerationConfig(Section):
     min_group_members: int | None = Field(
         None,
         ge=2,
+        le=2**53,
         description="Rollouts that must be left for a group to be trained without the failed ones; default: all",
     )
     tools: tuple[ToolFunction, ...] = Field(
@@ -121,17 +128,21 @@ class GenerationConfig(Section):
         "hermes", description="How the policy writes a call; see grpo_core/rollout/tool_calls.py"
     )
     tool_timeout_seconds: float = Field(
-        30, gt=0, description="Longest time for one call of a tool that names none; then the policy reads so"
+        30, gt=0, le=1e9, description="Longest time for one call of a tool that names none; then the policy reads so"
     )
     max_tool_calling_iterations: int | None = Field(
-        None, ge=0, description="Rounds of tool calls in one rollout; the next call ends it. Default: no limit"
+        None,
+        ge=0,
+        le=2**53,
+        description="Rounds of tool calls in one rollout; the next call ends it. Default: no limit",
     )
     lease_timeout_seconds: float = Field(
-        900, gt=0, description="A lease older than this is sealed; what is missing of it is leased again"
+        900, gt=0, le=1e9, description="A lease older than this is sealed; what is missing of it is leased again"
     )
     fork_threshold_tokens: int = Field(
         1024,
         ge=0,
+        le=2**53,
         description="A rewritten history that differs in fewer tokens is realigned; otherwise a new sequence starts",
     )
 
@@ -159,7 +170,7 @@ class AsyncGRPOConfig(Section):
         description="A group with tokens beyond the window: mask those tokens, return the group, or wait for open leases before they get there",
     )
     max_generation_failures: int = Field(
-        3, ge=0, description="Consecutive failed groups tolerated; 0: the first is fatal"
+        3, ge=0, le=2**53, description="Consecutive failed groups tolerated; 0: the first is fatal"
     )
     max_batches_without_group: PositiveInt = Field(
         10, description="Batches of groups in a row of which none can be trained, before the run stops with the cause"
@@ -185,16 +196,20 @@ class AsyncGRPOConfig(Section):
 class RewardScaling(Section):
     """Rewards are clamped to the source interval, which is mapped linearly onto the target interval."""
 
-    source_min: float = Field(0.0, description="Reward that becomes target_min, as do those below")
-    source_max: float = Field(1.0, description="Reward that becomes target_max, as do those above")
-    target_min: float = Field(0.0, description="Lowest scaled reward")
-    target_max: float = Field(1.0, description="Highest scaled reward")
+    source_min: float = Field(0.0, ge=-1e6, le=1e6, description="Reward that becomes target_min, as do those below")
+    source_max: float = Field(1.0, ge=-1e6, le=1e6, description="Reward that becomes target_max, as do those above")
+    target_min: float = Field(0.0, ge=-1e6, le=1e6, description="What source_min becomes")
+    target_max: float = Field(1.0, ge=-1e6, le=1e6, description="What source_max becomes")
 
     @model_validator(mode="after")
     def _source_is_an_interval(self) -> RewardScaling:
         if self.source_min >= self.source_max:
             raise ValueError(
                 f"grpo.reward_scaling.source_min={self.source_min:g} is not below source_max={self.source_max:g}; lower it"
+            )
+        if self.target_min == self.target_max:
+            raise ValueError(
+                f"grpo.reward_scaling.target_min={self.target_min:g} equals target_max, so that every reward is the same; change one"
             )
         return self
 
@@ -204,9 +219,9 @@ class RewardShaping(Section):
 
     max_response_length: PositiveInt = Field(description="Generated tokens of a rollout at which the penalty is full")
     overlong_buffer_length: int = Field(
-        128, ge=0, description="Tokens before that over which the penalty grows from 0 (DAPO); 0: no penalty"
+        128, ge=0, le=2**31, description="Tokens before that over which the penalty grows from 0 (DAPO); 0: no penalty"
     )
-    overlong_buffer_penalty: float = Field(1.0, ge=0, description="The full penalty")
+    overlong_buffer_penalty: float = Field(1.0, ge=0, le=1e6, description="The full penalty")
     truncated_coefficient: float = Field(
         1.0, ge=0, le=1, description="Factor of the reward above 0 of a rollout that was truncated"
     )
@@ -218,6 +233,10 @@ class RewardShaping(Section):
                 f"grpo.reward_shaping.overlong_buffer_length={self.overlong_buffer_length} exceeds "
                 f"max_response_length={self.max_response_length}; lower it"
             )
+        if self.truncated_coefficient == 1 and 0 in (self.overlong_buffer_length, self.overlong_buffer_penalty):
+            raise ValueError(
+                "grpo.reward_shaping changes no reward: without a buffer, or a penalty, and with truncated_coefficient=1; leave it out"
+            )
         return self
 
 
@@ -225,7 +244,7 @@ class GRPOConfig(Section):
     """The algorithm's shape."""
 
     num_prompts_per_step: PositiveInt = Field(32, description="Groups that one optimizer step trains")
-    num_generations_per_prompt: int = Field(8, ge=2, description="Rollouts of one group")
+    num_generations_per_prompt: int = Field(8, ge=2, le=2**31, description="Rollouts of one group")
     minibatches: PositiveInt = Field(
         1,
         description="Parts of a step's groups, each of which makes one optimizer update; 1: the policy is updated once",
@@ -235,7 +254,9 @@ class GRPOConfig(Section):
         None, description="Stop after this many passes over the data, if that comes first"
     )
     use_dynamic_sampling: bool = Field(
-        False, description="Drop groups whose rewards are all equal and generate others in their place"
+        False,
+        description="Drop groups in which no rollout has an advantage, as where all rewards are equal, and generate others "
+        "in their place",
     )
     dynamic_sampling_max_gen_batches: PositiveInt = Field(
         10, description="Batches of equal groups that one step may have replaced; beyond them it trains what comes"
@@ -259,8 +280,8 @@ class GRPOConfig(Section):
         description="Bring the advantages of a step to mean 0 and deviation 1, counting each rollout once (GDPO) or "
         "once per trained token (REINFORCE++)",
     )
-    advantage_clip_low: float | None = Field(None, le=0, description="Lowest advantage; none: unbounded")
-    advantage_clip_high: float | None = Field(None, ge=0, description="Highest advantage; none: unbounded")
+    advantage_clip_low: float | None = Field(None, ge=-1e6, le=0, description="Lowest advantage; none: unbounded")
+    advantage_clip_high: float | None = Field(None, ge=0, le=1e6, description="Highest advantage; none: unbounded")
     overlong_filtering: bool = Field(
         False, description="Truncated rollouts get no gradient; they stay in the baseline of their group"
     )
@@ -277,20 +298,33 @@ class GRPOConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _compares_what_it_says(self) -> GRPOConfig:
+        if self.advantage_scale == "none" and self.advantage_ddof is not None:
+            raise ValueError(
+                f"grpo.advantage_ddof={self.advantage_ddof} has no effect with grpo.advantage_scale=none; leave it out"
+            )
+        if self.advantage_baseline == "none" and self.use_dynamic_sampling:
+            raise ValueError(
+                "grpo.use_dynamic_sampling=true drops groups of equal rewards, which grpo.advantage_baseline=none trains like all others; "
+                "change one of the two"
+            )
+        return self
+
 
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="Highest learning rate")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Highest learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; vectors never decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="The gradient is scaled down to this norm")
+    eps: float = Field(1e-8, gt=0, le=1, description="Added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, le=100, description="Decoupled decay of matrices; vectors never decay")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9, description="The gradient is scaled down to this norm")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="How the learning rate falls after the warm-up"
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up")
+    warmup_steps: int = Field(0, ge=0, le=2**53, description="Steps of linear warm-up")
 
 
 class PackingConfig(Section):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from grpo_core.config.section import Section
+from grpo_core.config.section import PositiveInt, Section
 
 
 class DirectoryModel(Section):
@@ -65,7 +65,7 @@ class LoRAConfig(Section):
     """Low-rank adapters: the model stays frozen, only they are trained."""
 
     rank: PositiveInt = Field(16, le=1024, description="Width of an adapter")
-    alpha: float = Field(32.0, gt=0, description="What an adapter adds is multiplied by alpha / rank")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="What an adapter adds is multiplied by alpha / rank")
     target_modules: tuple[str, ...] = Field(
         (), description="Names of the linear layers that get an adapter; empty: all but the output head"
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from grpo_core.config.section import Section
+from grpo_core.config.section import PositiveInt, Section
 
 # Hosts that nobody outside this machine can reach.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -69,6 +69,7 @@ class TrainingConfig(Section):
     step_timeout_seconds: float = Field(
         1800,
         gt=0,
+        le=1e9,
         description="Longest time without progress before the trainer is called stuck; more than generation.lease_timeout_seconds",
     )
     python: Path | None = Field(None, description="Interpreter of the trainer, for an environment of its own")
@@ -106,11 +107,14 @@ class RefitConfig(Section):
         description="With adapter_only: where adapters are kept, under the same path for the trainer and every engine; default: below model.cache_directory",
     )
     every_steps: PositiveInt = Field(1, description="Optimizer steps from one version to the next")
-    control_timeout_seconds: float = Field(60, gt=0, description="Longest time for one control call")
-    transfer_timeout_seconds: float = Field(300, gt=0, description="Longest time for the transfer to one engine")
+    control_timeout_seconds: float = Field(60, gt=0, le=1e9, description="Longest time for one control call")
+    transfer_timeout_seconds: float = Field(
+        300, gt=0, le=1e9, description="Longest time for the transfer to one engine"
+    )
     canary_tolerance: float | None = Field(
         None,
         gt=0,
+        le=1e3,
         description="Largest difference between trainer and engine on a fixed text after a refit, nats for each nat of a token's log-prob; default: 1e-4 where all is float32, 0.1 where only the wire is bfloat16, 0.3 where model.dtype is",
     )
 
@@ -120,7 +124,7 @@ class CheckpointingConfig(Section):
 
     save_period: PositiveInt = Field(10, description="Steps from one checkpoint to the next")
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept")
-    keep_top_k: int = Field(1, ge=0, description="Best checkpoints kept beside the newest")
+    keep_top_k: int = Field(1, ge=0, le=2**53, description="Best checkpoints kept beside the newest")
     metric_name: str = Field(
         "reward_mean",
         description="Metric by which checkpoints are ranked: a training metric of the saved step, or evaluation/sampled, evaluation/greedy or evaluation/pass@k of the newest evaluation at or before it; one without it is never best",
@@ -150,7 +154,7 @@ class EvaluationConfig(Section):
         description="Sampled completions of each prompt, for pass@k with k up to it, of as many prompts as `samples` allow; default: `samples` are spread over all prompts",
     )
     pass_threshold: float = Field(
-        1.0, allow_inf_nan=False, description="Reward from which on a completion passes, for pass@k"
+        1.0, ge=-1e6, le=1e6, description="Reward from which on a completion passes, for pass@k"
     )
     greedy: bool = Field(
         True,
@@ -165,7 +169,7 @@ class EvaluationConfig(Section):
         description="sampled, greedy or pass@k with k = 1, 2, 4, …: the run ends when an evaluation reaches stop_threshold in it",
     )
     stop_threshold: float | None = Field(
-        None, allow_inf_nan=False, description="Value of stop_metric at which the run has reached its goal"
+        None, ge=-1e6, le=1e6, description="Value of stop_metric at which the run has reached its goal"
     )
 
     def fault_of(self, metric: str) -> str | None:
@@ -251,14 +255,16 @@ class LocalPool(Section):
     start_timeout_seconds: float = Field(
         600,
         gt=0,
+        le=1e9,
         description="Longest time for an engine to start, after which it is killed and started again, and for a request to wait while no engine serves",
     )
     health_timeout_seconds: float = Field(
-        60, gt=0, description="An engine that is silent for longer is killed and started again"
+        60, gt=0, le=1e9, description="An engine that is silent for longer is killed and started again"
     )
     max_restarts: int = Field(
         3,
         ge=0,
+        le=2**53,
         description="Times one engine is started again without an hour of service in between; after that the run goes on without it, and fails when it was the last",
     )
     python: Path | None = Field(None, description="Interpreter of the engines, for an environment of its own")
@@ -308,11 +314,15 @@ class ExternalPool(Section):
         description="Addresses of the engines; the key of their generation routes is VLLM_API_KEY of the environment",
     )
     start_timeout_seconds: float = Field(
-        600, gt=0, description="Longest time for an engine to answer, and for a request to wait while none serves"
+        600,
+        gt=0,
+        le=1e9,
+        description="Longest time for an engine to answer, and for a request to wait while none serves",
     )
     health_timeout_seconds: float = Field(
         60,
         gt=0,
+        le=1e9,
         description="An engine that is silent for longer leaves the pool until it has answered for a while, longer after each time",
     )
 
@@ -380,8 +390,10 @@ class LoggingConfig(Section):
         (), description="Where metrics go beside the store, which always has them; none of them can hold up a run"
     )
 
-    progress_seconds: float = Field(1.0, gt=0, description="Refresh of the live view and of the progress records")
-    artifact_seconds: float = Field(30.0, gt=0, description="Refresh of the Prefect artifacts")
+    progress_seconds: float = Field(
+        1.0, gt=0, le=1e9, description="Refresh of the live view and of the progress records"
+    )
+    artifact_seconds: float = Field(30.0, gt=0, le=1e9, description="Refresh of the Prefect artifacts")
     trainer_logprobs: bool = Field(
         True, description="Keep the trainer's own log-probs in the ledger, for `forebay trace`"
     )

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+# JSON, Parquet and floating-point numbers all hold these exactly.
+PositiveInt = Annotated[int, Field(gt=0, le=2**53)]
 # The name may have dots.
 IMPORTABLE = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 

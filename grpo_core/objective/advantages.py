@@ -84,10 +84,11 @@ def source_advantages(
     )
 
 
-def whitened(advantages: Floats, counts: npt.ArrayLike) -> Floats:
+def whitened(advantages: Floats, counts: npt.ArrayLike, *, least: float = 1e-6) -> Floats:
     """(advantage - mean) / deviation over a whole step, where each entry counts `counts` times (same shape): once per
     rollout as in GDPO, or once per trained token as in REINFORCE++ (Hu 2025). Entries that count 0 times become 0.
-    Equal advantages have no deviation and become 0."""
+    Equal advantages become 0. A deviation below `least`, which may be the rounding residue of a sum over sources, counts
+    as that much."""
     times = np.asarray(counts, dtype=np.float64)
     counted = times > 0
     if not counted.any():
@@ -96,7 +97,7 @@ def whitened(advantages: Floats, counts: npt.ArrayLike) -> Floats:
     whole = np.zeros_like(advantages)
     if values.min() < values.max():
         difference = values - np.average(values, weights=times)
-        whole[counted] = difference / np.sqrt(np.average(np.square(difference), weights=times))
+        whole[counted] = difference / max(np.sqrt(np.average(np.square(difference), weights=times)), least)
     return whole
 
 

@@ -31,6 +31,14 @@ class Trained(NamedTuple):
     tensors: dict[str, Tensor]
     segments: Segments
 
+    def only(self, kept: Tensor) -> Trained:
+        """Those of the sequences that are `kept`, bool [sequences]; the others might as well not be there."""
+        if bool(kept.all()):
+            return self
+        places = self.segments.spread(kept).nonzero().squeeze(1)
+        tensors = {name: values.index_select(0, places) for name, values in self.tensors.items()}
+        return Trained(tensors, Segments(self.segments.lengths[kept], len(places)))
+
 
 class Flat(NamedTuple):
     """Flat tensors [tokens] by name, bool which tokens are trained, how many, and their sequences' numbers, ascending."""
@@ -137,5 +145,5 @@ class _SumOverBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        given = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.gradients)
+        given = (None if gradient is None else gradient * upstream for gradient in ctx.gradients)
         return None, None, None, None, *given

@@ -13,7 +13,7 @@ over what is trained, for it is the mean and the spread of the gradient's weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -127,6 +127,24 @@ def step_advantages(
     metrics = _reward_metrics(raw, shaped, cut, present, components or {})
     metrics |= _advantage_metrics(advantages, clipped, trained, present)
     return Credit(np.where(trained, clipped, 0.0), trained, scorable & (raw > 0), metrics)
+
+
+def any_advantage(
+    rewards: Sequence[float],
+    config: CreditSettings,
+    *,
+    lengths: Sequence[int],
+    truncated: Sequence[bool],
+    components: Mapping[str, Sequence[float]],
+    weights: Mapping[str, float],
+) -> bool:
+    """Whether any rollout of one group has an advantage of its own, before it is whitened with those of the step; the
+    arguments are those of step_advantages for this group alone."""
+    raw = np.asarray([rewards], dtype=np.float64)
+    tokens, cut = np.asarray([lengths], dtype=np.float64), np.asarray([truncated], dtype=bool)
+    sources = {name: [values] for name, values in components.items()}
+    advantages = _compared(raw, _shaped(raw, tokens, cut, config), tokens, cut, config, sources, weights)
+    return bool((advantages[~cut] if config.overlong_filtering else advantages).any())
 
 
 def _shaped(rewards: Floats, lengths: Floats, truncated: Mask, config: CreditSettings) -> Floats:

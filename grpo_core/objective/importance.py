@@ -77,7 +77,8 @@ def weight_metrics(raw: Tensor, weights: Tensor) -> Metrics:
 def believed(trainer: Tensor, behaviour: Tensor, segments: Segments, threshold: float) -> tuple[Tensor, Metrics]:
     """Bool [sequences]: where trainer and engine agree, mean exp|Δ log-prob| at most `threshold`.
 
-    Denominators stay those of the plan: a sequence that is not believed counts as one without a gradient.
+    The others must be left out before anything else is computed: a log-prob that is not a number would have a gradient
+    that is not one either. Denominators stay those of the plan: such a sequence counts as one without a gradient.
     """
     error = segments.means((trainer - behaviour).abs().exp())
     # An error that is not a number is not believed either.

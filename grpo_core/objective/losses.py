@@ -12,7 +12,7 @@ proximal/behaviour (importance.py), and the KL term of kl.py:
 
     grpo, gspo                  mean over sequences of the mean over their tokens
     dapo, bnpo, cispo, reinforce   mean over tokens
-    dr_grpo                     sum over tokens / (sequences · longest completion allowed) (Liu et al. 2025)
+    dr_grpo                     sum over tokens / (sequences · tokens a rollout may have) (Liu et al. 2025)
 
 `ratio_level` gives any of them the ratio of tokens or of sequences. Besides, positive_nll_weight times the mean over
 the tokens of rewarded rollouts of -log π (VAPO).
@@ -40,7 +40,13 @@ from grpo_core.objective.diagnostics import (
 from grpo_core.objective.importance import believed, importance_weights, proximal_logprobs, weight_metrics
 from grpo_core.objective.kl import k3, kl_penalised, kl_to_reference
 from grpo_core.objective.segments import Segments
-from grpo_core.objective.settings import Denominators, ObjectiveError, ObjectiveSettings, check_settings
+from grpo_core.objective.settings import (
+    Denominators,
+    ObjectiveError,
+    ObjectiveSettings,
+    check_settings,
+    needs_old_policy,
+)
 
 __all__ = ["Denominators", "ObjectiveError", "ObjectiveSettings", "policy_loss"]
 
@@ -97,11 +103,23 @@ def policy_loss(
 def _loss(
     block: Trained, config: ObjectiveSettings, denominators: Denominators, extremes: dict[str, Tensor] | None
 ) -> tuple[Tensor, Metrics]:
-    """The loss of a few whole sequences, and its metrics."""
+    """The loss of a few whole sequences, without those that are not believed, and its metrics."""
+    current, behaviour = block.tensors["logprobs"].detach(), block.tensors["behaviour_logprobs"]
+    trainer = block.tensors.get("old_logprobs", current)
+    metrics = mismatch_of_trained(current, trainer, behaviour)
+    if config.sequence_error_threshold is not None:
+        kept, errors = believed(trainer, behaviour, block.segments, config.sequence_error_threshold)
+        block, metrics = block.only(kept), metrics | errors
+    loss, more = _loss_of_believed(block, config, denominators, extremes)
+    return loss, metrics | more
+
+
+def _loss_of_believed(
+    block: Trained, config: ObjectiveSettings, denominators: Denominators, extremes: dict[str, Tensor] | None
+) -> tuple[Tensor, Metrics]:
+    """Surrogate, corrections and the other terms."""
     inputs, segments = block
     current, behaviour, advantage = inputs["logprobs"], inputs["behaviour_logprobs"], inputs["advantages"]
-    trainer = inputs.get("old_logprobs", current.detach())
-    metrics = mismatch_of_trained(current.detach(), trainer, behaviour)
 
     proximal = proximal_logprobs(current, inputs.get("old_logprobs"), behaviour, inputs.get("lags"), config)
     reference = inputs.get("reference_logprobs")
@@ -110,9 +128,10 @@ def _loss(
     log_ratio = current - proximal
     ratio = _ratio(log_ratio, segments, config)
     limited = _limited(ratio, advantage, config)
-    side = (limited - ratio.detach()).sign()
+    # What the advantage does not move, nothing holds.
+    side = torch.where(advantage == 0, 0.0, (limited - ratio.detach()).sign())
     held = side.abs()
-    metrics |= _ratio_metrics(ratio.detach(), limited, side, held, log_ratio.detach())
+    metrics = _ratio_metrics(ratio.detach(), limited, side, held, log_ratio.detach())
     if extremes is not None:
         merge_extremes(extremes, ratio_extremes(ratio.detach(), limited, side, segments))
     if config.importance_correction != "none":
@@ -129,17 +148,13 @@ def _loss(
     if "entropy" in inputs:
         terms = terms - config.entropy_coefficient * inputs["entropy"]
         metrics["entropy"] = (inputs["entropy"].detach().sum(), segments.tokens)
-    if config.sequence_error_threshold is not None:
-        kept, errors = believed(trainer, behaviour, segments, config.sequence_error_threshold)
-        terms = torch.where(segments.spread(kept), terms, 0.0)
-        metrics |= errors
-    loss, share = _reduce(terms, segments, config, denominators)
+    loss = _reduce(terms, segments, config, denominators)
     if config.positive_nll_weight:
         rewarded = inputs["positive"] != 0
         surprise = -torch.where(rewarded, current, 0.0).sum()
         metrics["positive_nll"] = (surprise.detach(), rewarded.sum())
         loss = loss + config.positive_nll_weight * surprise / max(denominators.positive_tokens, 1.0)
-    return loss, metrics | {"loss": (loss.detach(), share)}
+    return loss, metrics
 
 
 def _ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSettings) -> Tensor:
@@ -189,17 +204,13 @@ def _ratio_metrics(ratio: Tensor, limited: Tensor, side: Tensor, held: Tensor, l
     }
 
 
-def _reduce(
-    terms: Tensor, segments: Segments, config: ObjectiveSettings, denominators: Denominators
-) -> tuple[Tensor, float]:
-    """(Σ of the terms over the step's denominator, share of the step that these tokens are)."""
-    sequences = max(denominators.sequences, 1.0)
+def _reduce(terms: Tensor, segments: Segments, config: ObjectiveSettings, denominators: Denominators) -> Tensor:
+    """Σ of the terms over the step's denominator."""
     if config.loss_type in SEQUENCE_MEAN:
-        return segments.means(terms).sum() / sequences, len(segments.lengths) / sequences
+        return segments.means(terms).sum() / max(denominators.sequences, 1.0)
     if config.loss_type == "dr_grpo":
-        return terms.sum() / max(denominators.constant, 1.0), len(segments.lengths) / sequences
-    tokens = max(denominators.tokens, 1.0)
-    return terms.sum() / tokens, segments.tokens / tokens
+        return terms.sum() / max(denominators.constant, 1.0)
+    return terms.sum() / max(denominators.tokens, 1.0)
 
 
 def _denominators(flat: Flat) -> Denominators:
@@ -212,7 +223,7 @@ def _denominators(flat: Flat) -> Denominators:
 
 def _check_inputs(given: dict[str, Tensor | None], config: ObjectiveSettings) -> None:
     needed = {
-        "old_logprobs": config.proximal_policy == "recomputed" and not config.force_on_policy_ratio,
+        "old_logprobs": needs_old_policy(config),
         "reference_logprobs": bool(config.beta),
         "entropy": bool(config.entropy_coefficient),
         "lags": config.proximal_policy == "log_linear" and not config.force_on_policy_ratio,

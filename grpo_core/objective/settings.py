@@ -6,16 +6,23 @@ Contract: settings are checked before anything is computed; an unknown word is a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
+LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "reinforce"]
+RatioLevel = Literal["token", "sequence"]
+ProximalPolicy = Literal["recomputed", "behaviour", "log_linear"]
+KLType = Literal["k1", "k2", "k3"]
+KLPlacement = Literal["loss", "reward"]
+ImportanceCorrection = Literal["none", "token", "sequence", "geometric"]
+ImportanceMode = Literal["truncate", "band", "mask"]
 KNOWN = {
-    "loss_type": ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "reinforce"),
-    "ratio_level": (None, "token", "sequence"),
-    "proximal_policy": ("recomputed", "behaviour", "log_linear"),
-    "kl_type": ("k1", "k2", "k3"),
-    "kl_placement": ("loss", "reward"),
-    "importance_correction": ("none", "token", "sequence", "geometric"),
-    "importance_mode": ("truncate", "band", "mask"),
+    "loss_type": get_args(LossType),
+    "ratio_level": (None, *get_args(RatioLevel)),
+    "proximal_policy": get_args(ProximalPolicy),
+    "kl_type": get_args(KLType),
+    "kl_placement": get_args(KLPlacement),
+    "importance_correction": get_args(ImportanceCorrection),
+    "importance_mode": get_args(ImportanceMode),
 }
 
 
@@ -81,13 +88,18 @@ class Denominators:
     """What the sums of a whole optimizer step, all ranks and micro-batches, are divided by.
 
     `tokens`: trained tokens; `sequences`: sequences with at least one; `constant`: for dr_grpo, the sequences times the
-    longest completion allowed; `positive_tokens`: trained tokens of rewarded rollouts, for positive_nll_weight.
+    generated tokens that a rollout may have; `positive_tokens`: trained tokens of rewarded rollouts, for positive_nll_weight.
     """
 
     tokens: float
     sequences: float
     constant: float = 0.0
     positive_tokens: float = 0.0
+
+
+def needs_old_policy(config: ObjectiveSettings) -> bool:
+    """Whether the loss reads the trainer's own log-probs at the start of the step."""
+    return config.proximal_policy == "recomputed" and not config.force_on_policy_ratio
 
 
 def check_settings(config: ObjectiveSettings, denominators: Denominators | None) -> None:
@@ -98,6 +110,6 @@ def check_settings(config: ObjectiveSettings, denominators: Denominators | None)
             raise ObjectiveError(f"{name} is {getattr(config, name)!r}: choose one of {words}")
     if config.loss_type == "dr_grpo" and (denominators is None or denominators.constant <= 0):
         raise ObjectiveError(
-            "dr_grpo divides by the sequences of the step times the longest completion allowed: "
+            "dr_grpo divides by the sequences of the step times the generated tokens that a rollout may have: "
             "pass denominators with a positive constant"
         )

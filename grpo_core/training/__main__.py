@@ -36,6 +36,7 @@ from grpo_core.training.loop import Rank, follow
 from grpo_core.training.lora import adapter_weights
 from grpo_core.training.model import Policy, load_policy
 from grpo_core.training.optimizer import make_optimizer
+from grpo_core.training.planning import teaches
 from grpo_core.training.reference import Reference, load_reference
 from storage import layout
 from storage.attempts import Fence, living_chain, read_attempt
@@ -154,7 +155,17 @@ def _conductor(
     lineage = Lineage.of(living_chain(store), every_steps=config.refit.every_steps)
     rollouts = config.grpo.num_generations_per_prompt
     least = config.generation.min_group_members or rollouts
-    feed = Feed(store, trajectories, attempt, frontier, cache, rollouts=rollouts, least=least, lineage=lineage)
+    feed = Feed(
+        store,
+        trajectories,
+        attempt,
+        frontier,
+        cache,
+        rollouts=rollouts,
+        least=least,
+        lineage=lineage,
+        teaches=partial(teaches, config=config),
+    )
     if manifest is not None and keep:
         feed.restore(manifest.pinned, manifest.frontier["buffered"])
     footer = newest_footer(store)

@@ -172,12 +172,7 @@ def _measures(
 
 def _lags(row: Row, version: int, oldest: int) -> np.ndarray:
     """Lag of each trained token of a row."""
-    parts = [
-        np.full(int(row.generated[span.start : span.end].sum()), version - span.version)
-        for span in row.spans
-        if span.version >= oldest
-    ]
-    return np.concatenate(parts) if parts else NO_LAGS
+    return version - row.versions()[row.fresh(oldest)]
 
 
 def _mean(rewards: Sequence[float]) -> float | None:

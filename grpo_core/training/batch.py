@@ -30,11 +30,12 @@ class Row:
     spans: tuple[VersionSpan, ...]
 
     def fresh(self, oldest: int) -> np.ndarray:
-        """Generated tokens sampled from version `oldest` or a later one, bool [tokens]."""
+        """The tokens that may be trained: generated, sampled from version `oldest` or a later one, and predicted, which
+        the first token of a sequence is not. Bool [tokens]."""
         fresh = np.zeros(len(self.ids), dtype=bool)
         for span in self.spans:
             if span.version >= oldest:
-                fresh[span.start : span.end] = True
+                fresh[max(span.start, 1) : span.end] = True
         return fresh & self.generated
 
     def versions(self) -> np.ndarray:

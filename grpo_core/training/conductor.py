@@ -238,7 +238,7 @@ class Conductor:
             minibatches=config.grpo.minibatches,
             version=window.training_version(step),
             oldest_version=window.oldest_version(step),
-            max_completion_length=config.generation.max_rollout_length or config.generation.max_completion_length,
+            max_completion_length=config.most_generated,
             learning_rate=learning_rate(step - 1, self._scheduled_steps(), config.optimizer),
         )
         self._clock = replace(self._clock, plan=time.monotonic() - began)

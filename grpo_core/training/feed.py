@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,9 @@ ROLLOUT_FACTS = (
     # Of the whole group.
     "failed_requests", "aborted_requests", "discarded_tokens", "scoring_wait_seconds", "scoring_seconds",
 )  # fmt: skip
+ROW_COLUMNS = ("token_ids", "loss_mask", "logprobs", "version_spans")
 COLUMNS = (
-    "ordinal", "rollout", "token_ids", "loss_mask", "logprobs", "version_spans", "reward", "status", "error", "epoch", "dataset_index",
+    "ordinal", "rollout", *ROW_COLUMNS, "reward", "status", "error", "epoch", "dataset_index",
     "engine", "reward_components", *ROLLOUT_FACTS,
 )  # fmt: skip
 GENERATION_FAILED = "generation_failed"
@@ -55,7 +56,7 @@ class BufferedGroup:
     """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
     `rewards` has one value per rollout, NaN where it could not be scored, and so has each of `components`, by source;
     `lengths` (generated tokens) and `truncated` too. `facts` has ROLLOUT_FACTS by name for each rollout that there is.
-    `foreign`: some token was sampled from weights outside the living history."""
+    `foreign`: some token was sampled from weights outside the living history. `teaches`: some rollout has an advantage."""
 
     ordinal: int
     part: PartName
@@ -73,6 +74,7 @@ class BufferedGroup:
     truncated: tuple[bool, ...] = ()
     components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     facts: tuple[Mapping[str, Any], ...] = ()
+    teaches: bool = True
 
     def candidate(self, distrusted: Mapping[str, int], *, target_step: int | None = None) -> Candidate:
         """As admission sees it. `distrusted`: engine → the version with which it failed its refit; whatever it
@@ -87,13 +89,8 @@ class BufferedGroup:
             failure,
             foreign=self.foreign or doubtful,
             target_step=target_step,
-            zero_variance=self.zero_variance,
+            zero_variance=not self.teaches,
         )
-
-    @property
-    def zero_variance(self) -> bool:
-        """Whether all rewards that could be given are equal, so that no advantage differs from zero."""
-        return len({reward for reward in self.rewards if not math.isnan(reward)}) == 1
 
     def places(self) -> list[Place]:
         key = layout.part(self.part.attempt, self.part.lease, self.part.part)
@@ -112,11 +109,12 @@ class PartCache:
         return self._rows[key]
 
     def rows(self, places: Sequence[Place]) -> list[Row]:
-        """The rows at `places`, reading parts that this rank has not seen."""
+        """The rows at `places`, reading what makes rows of the parts that this rank has not seen: a part is one object
+        and comes whole, but nothing else in it is decoded."""
         for key in {place.part for place in places} - self._rows.keys():
             name = layout.parse_part(key)
             assert name is not None
-            self.add(key, self._trajectories.read_part(name, COLUMNS)[1])
+            self.add(key, self._trajectories.read_part(name, ROW_COLUMNS)[1])
         return [self._rows[place.part][place.row] for place in places]
 
     def keep(self, keys: Iterable[str]) -> None:
@@ -145,7 +143,8 @@ class Lineage:
 
 class Feed:
     """The buffered groups of one attempt, each of `rollouts` rollouts, of which at least `least` must have succeeded.
-    `groups` maps ordinal → group; the caller takes out what it decides."""
+    `teaches` says of a group that can be trained whether any of its rollouts has an advantage. `groups` maps ordinal →
+    group; the caller takes out what it decides."""
 
     def __init__(
         self,
@@ -158,6 +157,7 @@ class Feed:
         rollouts: int,
         least: int,
         lineage: Lineage,
+        teaches: Callable[[BufferedGroup], bool],
     ) -> None:
         self._store = store
         self._trajectories = trajectories
@@ -167,6 +167,7 @@ class Feed:
         self._rollouts = rollouts
         self._least = least
         self._lineage = lineage
+        self._teaches = teaches
         self.groups: dict[int, BufferedGroup] = {}
         self._last_lease = -1
         self._open: dict[int, int] = {}  # lease → number of the next part to look for
@@ -238,7 +239,8 @@ class Feed:
         rows = self.cache.add(layout.part(name.attempt, name.lease, name.part), table)
         for group in part_groups(name, table, rows, rollouts=self._rollouts, least=self._least, lineage=self._lineage):
             if group.ordinal in ordinals:
-                self.groups[group.ordinal] = group
+                teaches = group.failure is not None or self._teaches(group)
+                self.groups[group.ordinal] = replace(group, teaches=teaches)
 
 
 def table_rows(table: pa.Table) -> list[Row]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_core.config import ObjectiveConfig
 from grpo_core.metrics import Pair
+from grpo_core.objective.settings import needs_old_policy
 from grpo_core.refit.coordinator import RefitResult
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import BufferedGroup
@@ -98,7 +99,7 @@ def composition_measures(
         "forwarded_tokens": float(forwarded),
         "trained_tokens": float(trained),
         "untrained_token_share": (float(forwarded - trained), float(forwarded)),
-        "updates": float(len(plan.micro_batches_by_update())),
+        "updates": float(result.updates),
         "micro_batches": float(len(plan.micro_batches)),
         "sequences_per_micro_batch": (float(len(real)), batches),
         "micro_batch_tokens_mean": (float(sizes.sum()) - saved, batches),
@@ -210,8 +211,7 @@ def arithmetic_measures(
     """Model FLOPs utilisation with both denominators, where the peak is known. Shared prefixes count as if they were
     not: the arithmetic is what the sequences ask for."""
     updates = len(plan.micro_batches_by_update())
-    recomputed = objective.proximal_policy == "recomputed" and not objective.force_on_policy_ratio
-    scored = (float(objective.beta > 0)) + ((updates - 1) / updates if recomputed else 0.0)
+    scored = (float(objective.beta > 0)) + ((updates - 1) / updates if needs_old_policy(objective) else 0.0)
     flops = step_flops(
         machine.shape,
         [len(row.ids) for row in rows],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_core.config import RunConfig
-from grpo_core.objective.credit import Credit, step_advantages
+from grpo_core.objective.credit import Credit, any_advantage, step_advantages
 from grpo_core.objective.losses import Denominators
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import BufferedGroup
@@ -125,4 +125,16 @@ def _denominators(trained: Sequence[int], positive: Sequence[bool], max_completi
         sequences=sequences,
         constant=sequences * max_completion_length,
         positive_tokens=float(sum(tokens for tokens, rewarded in zip(trained, positive, strict=True) if rewarded)),
+    )
+
+
+def teaches(group: BufferedGroup, config: RunConfig) -> bool:
+    """Whether any rollout of a group would have an advantage, whatever other groups its step trains."""
+    return any_advantage(
+        group.rewards,
+        config.grpo,
+        lengths=group.lengths,
+        truncated=group.truncated,
+        components=group.components,
+        weights=config.reward_weights,
     )

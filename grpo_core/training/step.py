@@ -2,9 +2,9 @@
 
 Invariants: loss and gradient do not depend on how rows were packed or spread over ranks, because every sum is divided
 by the denominators of the whole step, which the plan carries; so a token weighs the same in whichever update it falls.
-The old policy is the one at the start of the step. The first update meets it as it is; only where the objective asks
-for it, the batches of later updates are scored once before, without a gradient. Every rank reads its own rows and no
-others.
+An update in which no token may be trained is not made. The old policy is the one at the start of the step. The first
+update meets it as it is; only where the objective asks for it, the batches of later updates are scored once before,
+without a gradient. Every rank asks for its own rows and no others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from grpo_core.metrics import extreme_sign
 from grpo_core.objective.diagnostics import RATIO_EXTREMES, merge_extremes
-from grpo_core.objective.losses import Denominators, ObjectiveSettings, policy_loss
+from grpo_core.objective.losses import Denominators, policy_loss
+from grpo_core.objective.settings import ObjectiveSettings, needs_old_policy
 from grpo_core.training.batch import Batch, Row
 from grpo_core.training.experts import load_imbalance
 from grpo_core.training.model import Policy, Scores, logprobs_of, scores_of
 from grpo_core.training.reference import Reference
 
 Pair = tuple[Tensor | float, Tensor | float]
-LOSS = "step_loss"  # among the sums of an update, until it becomes a figure of its own
+# Among the sums of an update, until they become figures of their own.
+LOSS, TOKENS = "step_loss", "step_tokens"
 LARGEST = "micro_batch_tokens_max"
 
 
@@ -81,13 +83,14 @@ class StepResult:
     """What a step did, the same on every rank but `logprobs`: index into the plan's places → the trainer's log-probs
     of the row's generated tokens when it first met them, for this rank's rows. `pairs`: metric → (numerator,
     denominator) over all ranks, `extremes`: metric → its value over all ranks. `grad_norm`: before clipping, mean of the
-    updates. `phases`: parts of this rank's time, in seconds."""
+    updates made; 0 if none was. `updates`: how many were made. `phases`: parts of this rank's time, in seconds."""
 
     loss: float
     grad_norm: float
     pairs: dict[str, tuple[float, float]]
     seconds: float
     logprobs: dict[int, np.ndarray]
+    updates: int = 1
     extremes: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -156,22 +159,23 @@ def run_step(
                 # FSDP averages gradients over ranks; the denominators are those of all ranks and all updates.
                 (loss * (dist.get_world_size() * len(updates))).backward()
             merge_extremes(extremes, {LARGEST: torch.tensor(float(batch.input_ids.shape[1]))})
-            _add(sums, metrics | {LOSS: (loss.detach(), 1.0), "prefix_tokens_saved": batch.saving()})
+            metrics |= {LOSS: (loss.detach(), 1.0), TOKENS: (batch.mask.sum(), 1.0)}
+            _add(sums, metrics | {"prefix_tokens_saved": batch.saving()})
             logprobs |= dict(zip(plan.micro_batches[number][rank], batch.split(before), strict=True))
         sums = _over_ranks(sums, device)
         with watch.phase("optimizer_seconds"):
-            norms.append(_update(plan, policy, optimizer, float(sums[LOSS][0]), max_grad_norm))
+            norms += _update(plan, policy, optimizer, sums, max_grad_norm)
         _add(totals, sums)
+    loss_of_step, _ = totals.pop(LOSS), totals.pop(TOKENS)
     pairs = {name: (float(top), float(bottom)) for name, (top, bottom) in totals.items()}
-    loss_of_step, norm, most = pairs.pop(LOSS)[0], sum(norms) / len(norms), _extremes_over_ranks(extremes, device)
-    return StepResult(loss_of_step, norm, pairs, time.monotonic() - began, logprobs, most, dict(watch.seconds))
+    most, norm = _extremes_over_ranks(extremes, device), sum(norms) / max(len(norms), 1)
+    seconds, phases = time.monotonic() - began, dict(watch.seconds)
+    return StepResult(float(loss_of_step[0]), norm, pairs, seconds, logprobs, len(norms), most, phases)
 
 
 def _scored_before(updates: Sequence[range], objective: ObjectiveSettings) -> list[int]:
     """The micro-batches whose old log-probs must be known before the first update: those that meet a changed policy."""
-    if objective.proximal_policy != "recomputed" or objective.force_on_policy_ratio:
-        return []
-    return [number for update in updates[1:] for number in update]
+    return [number for update in updates[1:] for number in update] if needs_old_policy(objective) else []
 
 
 def _batch(
@@ -231,8 +235,15 @@ def _router_term(batch: Batch, scores: Scores, policy: Policy, denominators: Den
     return total / max(denominators.sequences, 1.0), (total.detach(), trained.sum())
 
 
-def _update(plan: StepPlan, policy: Policy, optimizer: torch.optim.Optimizer, loss: float, max_norm: float) -> float:
-    """Clip the gradient, move the weights, forget the gradient; the norm before clipping."""
+def _update(
+    plan: StepPlan, policy: Policy, optimizer: torch.optim.Optimizer, sums: Mapping[str, Pair], max_norm: float
+) -> list[float]:
+    """Clip the gradient, move the weights, forget the gradient; the norm before clipping. Nothing is done, and none told,
+    where no token was trained: the gradient is 0 then, but momentum and weight decay would move the weights."""
+    loss, tokens = (float(sums[name][0]) for name in (LOSS, TOKENS))
+    if not tokens:
+        optimizer.zero_grad(set_to_none=True)
+        return []
     found = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
     norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -244,7 +255,7 @@ def _update(plan: StepPlan, policy: Policy, optimizer: torch.optim.Optimizer, lo
         group["lr"] = plan.learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return [norm]
 
 
 def _add(sums: dict[str, Pair], pairs: Mapping[str, Pair]) -> None:

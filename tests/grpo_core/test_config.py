@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from grpo_core.config import ExternalPool, LocalPool, RunConfig
 from grpo_core.recipe import ConfigError, load, parse
@@ -194,6 +195,46 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"environment": {"kind": "http", "url": "ftp://a"}}, ["environment.http.url", "ftp://a"]),
     ({"rewards": {"functions": [{"function": "no colon"}]}}, ["rewards.functions.0.function", "no colon"]),
     ({"pool": {"kind": "external", "urls": ["ftp://x"]}}, ["pool.external.urls.0", "ftp://x"]),
+    ({"sampling": {"temperature": 0.005}}, ["sampling.temperature", "0.01", "0.005"]),
+    (
+        {"objective": {"proximal_policy": "behaviour"}},
+        ["objective.importance_correction=token", "objective.proximal_policy=behaviour", "none"],
+    ),
+    (
+        {"objective": {"loss_type": "cispo", "dual_clip": 3.0}},
+        ["objective.dual_clip=3.0", "objective.loss_type=cispo"],
+    ),
+    (
+        {"objective": {"loss_type": "reinforce", "epsilon_high": 0.3}},
+        ["objective.epsilon_high=0.3", "objective.loss_type=reinforce"],
+    ),
+    (
+        {"objective": {"importance_correction": "none", "acknowledge_no_correction": True, "importance_mode": "band"}},
+        ["objective.importance_mode=band", "objective.importance_correction=none"],
+    ),
+    (
+        {"objective": {"kl_placement": "reward", "kl_importance_weight": True}},
+        ["objective.kl_importance_weight=True", "objective.kl_placement=reward"],
+    ),
+    ({"grpo": {"advantage_scale": "none", "advantage_ddof": 1}}, ["grpo.advantage_ddof=1", "grpo.advantage_scale=none"]),
+    (
+        {"grpo": {"advantage_baseline": "none", "use_dynamic_sampling": True}},
+        ["grpo.use_dynamic_sampling=true", "grpo.advantage_baseline=none"],
+    ),
+    (
+        {"grpo": {"reward_scaling": {"target_min": 1.0, "target_max": 1.0}}},
+        ["grpo.reward_scaling.target_min=1", "target_max"],
+    ),
+    (
+        {"grpo": {"reward_shaping": {"max_response_length": 500, "overlong_buffer_length": 0}}},
+        ["grpo.reward_shaping", "truncated_coefficient=1"],
+    ),
+    (
+        {"grpo": {"reward_shaping": {"max_response_length": 513}}},
+        ["grpo.reward_shaping.max_response_length=513", "512 tokens"],
+    ),
+    ({"optimizer": {"warmup_steps": 101}}, ["optimizer.warmup_steps=101", "grpo.max_num_steps=100"]),
+    ({"optimizer": {"learning_rate": 2.0}}, ["optimizer.learning_rate", "2.0"]),
 ]  # fmt: skip
 
 
@@ -329,3 +370,36 @@ def test_what_another_process_must_import_is_given_by_its_name(section: Callable
 def test_a_reward_function_may_be_given_by_its_name_alone() -> None:
     (function,) = parse({"rewards": {"functions": ["m:f"]}}, where="recipe.yaml").rewards.functions
     assert (function.function, function.weight) == ("m:f", 1.0)
+
+
+def test_a_ratio_to_the_engines_policy_corrects_for_its_age() -> None:
+    objective = {"proximal_policy": "behaviour", "importance_correction": "none"}
+    assert parse({"objective": objective}, where="recipe.yaml").objective.corrects
+
+
+def test_what_a_sequence_can_hold_is_a_turn_or_the_turns_of_a_rollout() -> None:
+    def most(**generation: Any) -> int:
+        return parse({"generation": {"max_completion_length": 100, **generation}}, where="recipe.yaml").most_generated
+
+    assert most() == 100
+    assert most(max_rollout_length=60) == 60
+    assert most(max_rollout_length=300) == 100
+    assert most(tools=["m:f"]) == 4096
+    assert most(tools=["m:f"], max_rollout_length=300) == 300
+
+
+def numbers_without_a_bound(section: type[BaseModel]) -> Iterator[str]:
+    """Keys of a section, and of those in it, whose number may be as large or as small as can be."""
+    schema = section.model_json_schema()
+    for named in [schema, *schema.get("$defs", {}).values()]:
+        for key, described in named.get("properties", {}).items():
+            for kind in [described, *described.get("anyOf", ())]:
+                bounded = all(
+                    {bound, f"exclusive{bound.capitalize()}"} & kind.keys() for bound in ("minimum", "maximum")
+                )
+                if kind.get("type") in ("integer", "number") and not bounded:
+                    yield f"{named['title']}.{key}"
+
+
+def test_every_number_has_a_least_and_a_largest_value() -> None:
+    assert list(numbers_without_a_bound(RunConfig)) == []

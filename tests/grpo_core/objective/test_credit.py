@@ -30,8 +30,9 @@ def mean(given: Credit, name: str) -> float:
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_without_options_it_is_the_comparison_within_groups(baseline: Any, scale: Any) -> None:
-    given = credit({"advantage_baseline": baseline, "advantage_scale": scale, "advantage_ddof": 1})
-    expected = group_advantages(REWARDS, baseline=baseline, scale=scale, ddof=1)
+    ddof = None if scale == "none" else 1
+    given = credit({"advantage_baseline": baseline, "advantage_scale": scale, "advantage_ddof": ddof})
+    expected = group_advantages(REWARDS, baseline=baseline, scale=scale, ddof=ddof)
     np.testing.assert_array_equal(given.advantages, expected)
     np.testing.assert_array_equal(given.trained, ~np.isnan(REWARDS))
     np.testing.assert_array_equal(given.rewarded, REWARDS > 0)
@@ -60,8 +61,10 @@ def test_shaping_comes_before_the_comparison() -> None:
 
 
 def test_a_buffer_of_no_tokens_penalises_nothing() -> None:
-    given = credit({"reward_shaping": {"max_response_length": 10, "overlong_buffer_length": 0}})
-    np.testing.assert_array_equal(given.advantages, credit().advantages)
+    discount = {"max_response_length": 1, "truncated_coefficient": 0.5}
+    given = credit({"reward_shaping": {**discount, "overlong_buffer_length": 0}})
+    expected = credit({"reward_shaping": {**discount, "overlong_buffer_length": 1, "overlong_buffer_penalty": 0}})
+    np.testing.assert_array_equal(given.advantages, expected.advantages)
 
 
 def test_each_source_is_compared_by_itself() -> None:

@@ -584,3 +584,37 @@ def test_gradient_with_everything_agrees_with_finite_differences(proximal: str, 
 
     inputs = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     assert torch.autograd.gradcheck(loss, inputs, eps=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL)
+def test_a_sequence_that_is_not_believed_is_as_good_as_not_there(proximal: str) -> None:
+    batch = replace(Batch.draw([3, 3]), mask=torch.ones(6, dtype=torch.bool), positive=torch.ones(6, dtype=torch.bool))
+    batch.behaviour_logprobs[:3] = batch.old_logprobs[:3] + 0.1
+    batch.behaviour_logprobs[4] = math.nan
+    config = replace(EVERYTHING, proximal_policy=proximal)
+    value, gradient, metrics = batch.value_and_gradient(config, batch.denominators())
+    alone = batch.select(torch.arange(3))
+    expected, expected_gradient, expected_metrics = alone.value_and_gradient(config, batch.denominators())
+    assert value == expected
+    assert torch.equal(gradient, torch.cat([expected_gradient, torch.zeros(3, dtype=torch.float64)]))
+    assert int(metrics["sequence_error_masked"][0]) == 1
+    assert metrics["positive_nll"] == expected_metrics["positive_nll"]
+
+
+def test_a_graph_that_is_kept_gives_its_gradient_again() -> None:
+    logprobs = Batch.draw([3, 4]).logprobs.requires_grad_()
+    loss, _ = replace(Batch.draw([3, 4]), logprobs=logprobs).loss(Objective("grpo"))
+    first, second = (torch.autograd.grad(3 * loss, logprobs, retain_graph=True)[0] for _ in range(2))
+    (once,) = torch.autograd.grad(loss, logprobs)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, 3 * once)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+@pytest.mark.parametrize("far", [-1.0, 1.0])
+def test_nothing_is_held_where_there_is_no_advantage(loss_type: str, far: float) -> None:
+    batch = Batch.draw([4])
+    batch = replace(batch, logprobs=batch.old_logprobs + far, advantages=torch.zeros(4, dtype=torch.float64))
+    _, _, metrics = batch.value_and_gradient(Objective(loss_type))
+    assert [float(metrics[f"clip_ratio/{side}"][0]) for side in ("low", "high", "region")] == [0, 0, 0]
+    assert batch.extremes(Objective(loss_type))["clip_ratio/high_max"] == 0

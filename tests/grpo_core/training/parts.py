@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config import RunConfig
 from grpo_core.schedule.frontier import Frontier
 from grpo_core.training.batch import Row
 from grpo_core.training.feed import Feed, Lineage, PartCache
+from grpo_core.training.planning import teaches
 from storage import schema
 from storage.attempts import claim_next, living_chain
 from storage.layout import PartName
@@ -96,6 +99,7 @@ class Run:
         parent: tuple[int, int] | None = None,
         frontier: Frontier | None = None,
         least: int = ROLLOUTS,
+        recipe: dict[str, Any] | None = None,
     ) -> Run:
         store = ObjectStore.open(str(root))
         claim = claim_next(store, parent=parent, host="here", pid=1, pid_started_at=0.0, claimed_at=0.0)
@@ -109,6 +113,7 @@ class Run:
             rollouts=ROLLOUTS,
             least=least,
             lineage=Lineage.of(living_chain(store), every_steps=1),
+            teaches=partial(teaches, config=RunConfig.model_validate(recipe or {})),
         )
         return cls(store, claim.attempt, feed, trajectories)
 

@@ -329,7 +329,9 @@ class Learner:
         )
 
     def step(self, number: int, **changes: Any) -> StepResult:
-        groups = make_groups(number)
+        return self.take(number, make_groups(number), **changes)
+
+    def take(self, number: int, groups: Sequence[TrainedGroup], **changes: Any) -> StepResult:
         rows = [row for group in groups for row in group.rows]
         return run_step(
             self.plan(number, groups, **changes),
@@ -376,6 +378,25 @@ def learn(directory: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
             "moved": sorted(key for key in after if not np.array_equal(after[key], before[key])),
             "logprobs": {index: values.tolist() for index, values in results[0].logprobs.items()},
         }
+    return answers
+
+
+def untrained_updates(directory: Path) -> dict[str, Any]:
+    """A step of one update, one of which nothing may be trained, and one of three updates of which the second is so:
+    updates made, whether weights moved, and figures."""
+    learner = Learner(directory, {"grpo": {"minibatches": 3}})
+    answers: dict[str, Any] = {"made": [], "moved": [], "norms": [], "losses": []}
+    for number, trained in enumerate([(0, 1), (), (0, 1, 4, 5)], start=1):
+        groups = [
+            replace(group, trained=[group.ordinal in trained] * len(group.places)) for group in make_groups(number)
+        ]
+        before = weights(learner.policy)
+        result = learner.take(number, groups)
+        after = weights(learner.policy)
+        answers["made"].append(result.updates)
+        answers["moved"].append(any(not np.array_equal(before[name], value) for name, value in after.items()))
+        answers["norms"].append(result.grad_norm)
+        answers["losses"].append(result.loss)
     return answers
 
 

@@ -77,6 +77,26 @@ def test_a_group_that_is_all_stale_has_no_lag() -> None:
     assert reported(account.measures)["masked_token_share"] == 1.0
 
 
+def test_a_first_token_that_was_generated_is_no_trained_one() -> None:
+    spans = (VersionSpan(1, 4, 0, 3),)
+    promptless = Row(np.zeros(3, np.int32), np.ones(3, bool), np.zeros(3, np.float32), spans)
+    plan = StepPlan(4, [Place("part", 0), Place("part", 1)], [0.0, 0.0], [[[0, 1]]], 0, Denominators(4.0, 2.0), 0.1)
+    result = StepResult(0, 0, {}, 0, {})
+    account = step_rows(
+        plan,
+        [group(7)],
+        [promptless, row(4, 4)],
+        result,
+        version=4,
+        logprobs=False,
+        given_up=Decisions(),
+        token_budget=8,
+        taken_at=0.0,
+    )
+    assert (account.rows[0]["tokens_generated"], account.rows[0]["tokens_trained"]) == (5, 4)
+    assert account.lag_tokens == {0: 4}
+
+
 def test_decisions_add_up_and_are_due_from_the_first_of_them() -> None:
     groups = {ordinal: group(ordinal) for ordinal in range(4)}
     none = Decisions()

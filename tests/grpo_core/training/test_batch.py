@@ -60,6 +60,13 @@ def test_a_span_over_tokens_that_were_not_generated_trains_none_of_them() -> Non
     assert row(4, 3, (9, 0, 4)).fresh(0).tolist() == [False, False, False, True]
 
 
+def test_a_first_token_that_was_generated_is_predicted_by_nothing() -> None:
+    whole = row(3, 0, (4, 0, 3))
+    assert whole.fresh(0).tolist() == [False, True, True]
+    assert int(batch(whole).mask.sum()) == int(whole.fresh(0).sum())
+    assert not row(1, 0, (4, 0, 1)).fresh(0).any()
+
+
 def test_a_row_without_generated_tokens_predicts_nothing() -> None:
     made = batch(row(1, 1))
     assert made.input_ids.shape == (1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from storage import layout
 from storage.attempts import Link
 from storage.errors import DamagedShard
 from storage.layout import PartName
+from storage.trajectories import TrajectoryStore
 from tests.grpo_core.training.parts import Run, group, tombstone
 
 
@@ -207,6 +209,63 @@ def test_the_cache_reads_parts_it_has_not_seen_and_forgets_those_not_kept(run: R
     cache.keep([])
     with pytest.raises(Exception, match="lease-000000000"):
         cache.rows([Place(key, 1)])
+
+
+def test_the_cache_decodes_only_what_makes_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = run.whole(group(3))
+    asked: list[Any] = []
+
+    def read(name: PartName, columns: Any = None) -> Any:
+        asked.append(set(columns))
+        return TrajectoryStore.read_part(run.trajectories, name, columns)
+
+    monkeypatch.setattr(run.trajectories, "read_part", read)
+    PartCache(run.trajectories).rows([Place(layout.part(part.attempt, part.lease, part.part), 0)])
+    assert asked == [{"token_ids", "loss_mask", "logprobs", "version_spans"}]
+
+
+def scored(ordinal: int, *components: dict[str, float]) -> list[dict[str, Any]]:
+    """A group whose rewards are the weighted sums of these, rollout by rollout."""
+    rows = group(ordinal, rewards=[each["m:a"] + 2 * each["m:b"] for each in components])
+    for row, each in zip(rows, components, strict=True):
+        row["reward_components"] = list(each.items())
+    return rows
+
+
+SOURCES = {"rewards": {"functions": [{"function": "m:a"}, {"function": "m:b", "weight": 2.0}]}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "teaches"),
+    [
+        (SOURCES, [False, False, True]),
+        (SOURCES | {"grpo": {"advantage_per_source": True}}, [False, True, True]),
+        (SOURCES | {"grpo": {"reward_scaling": {"source_max": 0.1}}}, [False, False, False]),
+    ],
+)
+def test_a_group_teaches_where_some_rollout_has_an_advantage(
+    tmp_path: Path, recipe: dict[str, Any], teaches: list[bool]
+) -> None:
+    run = Run.start(tmp_path, recipe=recipe)
+    run.whole(
+        scored(0, {"m:a": 0.25, "m:b": 0.0}, {"m:a": 0.25, "m:b": 0.0}),
+        scored(1, {"m:a": 1.0, "m:b": 0.0}, {"m:a": 0.5, "m:b": 0.25}),
+        scored(2, {"m:a": 1.0, "m:b": 0.0}, {"m:a": 0.5, "m:b": 0.0}),
+    )
+    run.feed.poll()
+    assert [run.feed.groups[ordinal].teaches for ordinal in range(3)] == teaches
+    assert [candidate.zero_variance for candidate in run.feed.candidates({})] == [not each for each in teaches]
+
+
+def test_a_discount_alone_teaches_and_what_gets_no_gradient_does_not(tmp_path: Path) -> None:
+    shaping = {"max_response_length": 100, "overlong_buffer_length": 0, "truncated_coefficient": 0.5}
+    run = Run.start(tmp_path, recipe={"grpo": {"overlong_filtering": True, "reward_shaping": shaping}})
+    one, both = group(0, rewards=(1.0, 1.0)), group(1, rewards=(0.0, 1.0))
+    for row in (one[1], *both):
+        row["finish_reason"] = "length"
+    run.whole(one, both)
+    run.feed.poll()
+    assert (run.feed.groups[0].teaches, run.feed.groups[1].teaches) == (True, False)
 
 
 def test_a_filler_is_one_token_that_trains_nothing(run: Run) -> None:

@@ -30,7 +30,7 @@ from grpo_core.training.step import FILLER, Place, StepPlan, StepResult
 from grpo_core.trajectory import Stamp
 from tests.grpo_core.training.told import facts, group
 
-RESULT = StepResult(0.0, 0.0, {"prefix_tokens_saved": (4.0, 24.0)}, 2.0, {}, phases={"forward_seconds": 0.5})
+RESULT = StepResult(0.0, 0.0, {"prefix_tokens_saved": (4.0, 24.0)}, 2.0, {}, 2, phases={"forward_seconds": 0.5})
 
 
 def row(mask: str) -> Row:
@@ -148,7 +148,7 @@ def test_refits_between_two_steps_add_up() -> None:
 
 @pytest.mark.parametrize(
     ("objective", "scored"),
-    [({}, 0.5), ({"beta": 0.1}, 1.5), ({"proximal_policy": "behaviour", "acknowledge_no_correction": True}, 0.0)],
+    [({}, 0.5), ({"beta": 0.1}, 1.5), ({"proximal_policy": "behaviour", "importance_correction": "none"}, 0.0)],
 )
 def test_utilisation_has_both_denominators_where_the_peak_is_known(objective: dict[str, Any], scored: float) -> None:
     shape = ModelShape(2, 8, 2, 1, 4, 16, 32)

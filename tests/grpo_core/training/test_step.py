@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from grpo_core.objective.diagnostics import RATIO_EXTREMES
+from grpo_core.objective.settings import LossType
 from tests.grpo_core import experts, tiny
 from tests.grpo_core.training import ranks
 
@@ -205,6 +206,80 @@ def test_shared_prefixes_change_nothing_but_the_tokens_forwarded(learnt: dict[in
     assert first["norms"][:2] == pytest.approx(other["norms"], rel=1e-5)
     assert ratio(learnt[world], "single", "prefix_tokens_saved") > 0.1
     assert ratio(learnt[world], "alone", "prefix_tokens_saved") == 0
+
+
+@pytest.fixture(scope="module")
+def by_loss(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
+    """One step of every kind of loss, by whether prefixes are shared."""
+    made = {}
+    for share in (True, False):
+        directory = tmp_path_factory.mktemp("by-loss")
+        scenarios = {
+            loss: {"steps": 1, "config": {"objective": {"loss_type": loss}, "packing": {"share_prefixes": share}}}
+            for loss in get_args(LossType)
+        }
+        made[share] = Outcome(ranks.run(1, ranks.learn, policy, directory, scenarios), directory)
+    return made
+
+
+@pytest.mark.parametrize("loss", get_args(LossType))
+def test_shared_prefixes_change_no_kind_of_loss(by_loss: dict[bool, Outcome], loss: str) -> None:
+    assert_close(by_loss[True], loss, by_loss[False], loss, 5e-6)
+    assert by_loss[True].ranks[0][loss]["norms"][0] > 0
+    assert ratio(by_loss[True], loss, "prefix_tokens_saved") > 0.1
+    assert ratio(by_loss[False], loss, "prefix_tokens_saved") == 0
+
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "penalty": {"beta": 0.5, "kl_placement": "reward"},
+    "some believed": {"sequence_error_threshold": 2.0, "positive_nll_weight": 0.1},
+    "none believed": {"sequence_error_threshold": 1.0, "positive_nll_weight": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def corrected(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+    scenarios = {name: {"config": {"objective": objective}} for name, objective in CORRECTIONS.items()}
+    made = {}
+    for world in (1, 2):
+        directory = tmp_path_factory.mktemp(f"corrected-{world}")
+        made[world] = Outcome(ranks.run(world, ranks.learn, policy, directory, scenarios), directory)
+    return made
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_of_sequences_are_the_same_on_two_ranks(corrected: dict[int, Outcome], name: str) -> None:
+    assert_close(corrected[2], name, corrected[1], name, 5e-6)
+
+
+def test_a_divergence_paid_from_the_reward_begins_with_the_second_step(
+    corrected: dict[int, Outcome], learnt: dict[int, Outcome]
+) -> None:
+    paid, plain, added = (
+        corrected[1].ranks[0]["penalty"],
+        *(learnt[1].ranks[0][name] for name in ("single", "frozen copy")),
+    )
+    assert paid["losses"][0] == pytest.approx(plain["losses"][0], abs=1e-6)
+    assert paid["norms"][0] == pytest.approx(plain["norms"][0], abs=1e-5)
+    assert abs(paid["norms"][1] - plain["norms"][1]) > 1e-4
+    assert abs(paid["losses"][1] - added["losses"][1]) > 1e-4
+    assert ratio(corrected[1], "penalty", "kl_reference", step=1) > 1e-6
+
+
+def test_sequences_that_are_not_believed_train_nothing(corrected: dict[int, Outcome]) -> None:
+    some, none = corrected[1].ranks[0]["some believed"], corrected[1].ranks[0]["none believed"]
+    assert 0 < ratio(corrected[1], "some believed", "sequence_error_masked") < 1
+    assert some["norms"][0] > 0
+    assert ratio(corrected[1], "none believed", "sequence_error_masked") == 1
+    assert none["losses"] == none["norms"] == [0, 0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_in_which_nothing_may_be_trained_is_not_made(policy: Path, world: int) -> None:
+    for answer in ranks.run(world, ranks.untrained_updates, policy):
+        assert answer["made"] == [1, 0, 2]
+        assert answer["moved"] == [True, False, True]
+        assert answer["norms"][1] == answer["losses"][1] == 0.0
 
 
 def test_one_update_has_a_ratio_of_one_and_several_do_not(learnt: dict[int, Outcome]) -> None:
