@@ -51,13 +51,15 @@ class RunningEngine:
 
 def write_tiny_model(
     directory: Path,
-    family: Literal["llama", "qwen2", "qwen3"],
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"],
     *,
     tied: bool,
     vocabulary_size: int = 128,
     hidden_size: int = 128,
+    **sizes: int,
 ) -> Path:
-    """A random model of about 0.3M parameters with head_dim 32, which the CPU engine needs. Returns `directory`."""
+    """A random model of about 0.3M parameters with head_dim 32, which the CPU engine needs. `sizes` are more entries of
+    the family's config. Returns `directory`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -75,6 +77,7 @@ def write_tiny_model(
         eos_token_id=None,
         bos_token_id=None,
         pad_token_id=None,
+        **sizes,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return directory

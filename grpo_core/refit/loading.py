@@ -31,7 +31,7 @@ def _forget_kernels_of_experts(model: Any) -> None:
     this, a later load would leave them as they came, and the kernel would read them as if they were packed."""
     for module in model.modules() if current_platform.is_cpu() else ():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
 
