@@ -15,7 +15,7 @@ from rich.console import Console
 from flows.assembly import Summary, summarise
 from flows.collection import collect_garbage, render_collection
 from flows.doctor import examine
-from flows.engines import PoolFailed, pool_wish
+from flows.engines import PoolFailed
 from flows.export import export_checkpoint, policy_of
 from flows.launch import train_locally, train_with_prefect
 from flows.pipeline import RunFailed
@@ -30,6 +30,7 @@ from flows.views.status import render_status
 from flows.views.status import status as read_status
 from flows.views.trace import trace as read_trace
 from flows.views.trace_view import render_trace
+from flows.wishes import WishRefused, pool_wish
 from grpo_core import recipe
 from grpo_core.config import RunConfig, StorageConfig
 from grpo_core.prompts import DataError
@@ -57,7 +58,7 @@ console = Console()
 
 # What a person can do something about. Anything else is a fault of ours and keeps its traceback.
 EXPLAINED = (
-    ConfigError, DataError, ChatError, RunRefused, RunFailed, PoolFailed, PolicyFailed, ServerFailed, DeployError, ChildFailed, RolloutFailed,
+    ConfigError, DataError, ChatError, RunRefused, RunFailed, PoolFailed, WishRefused, PolicyFailed, ServerFailed, DeployError, ChildFailed, RolloutFailed,
     RewardError, StorageError, TooManyFailures,
 )  # fmt: skip
 

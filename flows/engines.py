@@ -10,10 +10,9 @@ fails when no engine is left that could serve, with the last lines of the last o
 """
 
 import os
-import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from grpo_core.rollout.load import next_limit, pool_metrics
 from grpo_core.rollout.pool import Pool, is_overdue
 from grpo_core.rollout.wire import API_KEY_VARIABLE
 from storage.objects import ObjectStore
-from storage.pool import PoolChange, PoolWish, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
+from storage.pool import PoolChange, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
 
 __all__ = ["Engines", "PoolFailed", "carried_stamp", "engine_spec", "responds"]
 
@@ -44,7 +43,6 @@ WISH_SECONDS = 2.0
 EXTERNAL_SECONDS = 30.0
 # Of all engines together: with the trainer's own before it, the whole run is gone within fifteen seconds.
 GRACE_SECONDS = 3.0
-ENGINE_URL = re.compile(r"https?://[^/\s]+")
 # What an engine dies of whose port somebody else took while it was starting.
 LOST_RACE = "address already in use"
 
@@ -401,16 +399,3 @@ class Engines:
         with ExitStack() as all_stopped:
             for child in children:
                 all_stopped.callback(child.stop, deadline)
-
-
-def pool_wish(add: Sequence[str], remove: Sequence[str]) -> PoolWish:
-    """A wish for engines by URL. Raise PoolFailed for one that says nothing, or that no engine could have."""
-    add, remove = (tuple(url.rstrip("/") for url in urls) for urls in (add, remove))
-    for url in (*add, *remove):
-        if not ENGINE_URL.fullmatch(url):
-            raise PoolFailed(f"{url!r} is not the address of an engine; give it as http://host:port")
-    if not add and not remove:
-        raise PoolFailed("no engine is named; give its URL to --add or to --remove")
-    if both := sorted(set(add) & set(remove)):
-        raise PoolFailed(f"{both[0]} cannot be added and removed at once; give it to --add or to --remove")
-    return PoolWish(add, remove)

@@ -85,7 +85,7 @@ class ToolFunction(Section):
 
     function: Importable = Field(description="module:function, plain or async")
     timeout_seconds: float | None = Field(
-        None, gt=0, description="Longest time for one call of it; default: generation.tool_timeout_seconds"
+        None, gt=0, le=1e9, description="Longest time for one call of it; default: generation.tool_timeout_seconds"
     )
 
     _by_its_name = model_validator(mode="before")(by_its_name)

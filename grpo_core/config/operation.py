@@ -161,7 +161,10 @@ class EvaluationConfig(Section):
         description="Also answer each prompt that is sampled once more, at temperature 0; these are not of `samples`",
     )
     timeout_seconds: float = Field(
-        1800, gt=0, description="Longest time for one evaluation; what is not finished by then counts as not scored"
+        1800,
+        gt=0,
+        le=1e9,
+        description="Longest time for one evaluation; what is not finished by then counts as not scored",
     )
     stop_metric: str | None = Field(
         None,

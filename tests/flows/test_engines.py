@@ -16,9 +16,10 @@ import pytest
 from flows import engines as module
 from flows import probe, slots
 from flows.control import LocalControl, Signals
-from flows.engines import Engines, PoolFailed, pool_wish
+from flows.engines import Engines, PoolFailed
 from flows.slots import LOOKS_AWAY, LOOKS_TO_RETURN
 from flows.supervise import Child
+from flows.wishes import WishRefused, pool_wish
 from grpo_core.config import ExternalPool, LocalPool, RunConfig
 from grpo_core.rollout.launch import EngineCommand
 from grpo_core.rollout.pool import Pool
@@ -365,7 +366,7 @@ def test_a_continued_run_does_not_wait_for_an_engine_that_was_removed(
     ],
 )
 def test_a_wish_that_cannot_be_meant_is_refused(add: list[str], remove: list[str], said: str) -> None:
-    with pytest.raises(PoolFailed, match=said):
+    with pytest.raises(WishRefused, match=said):
         pool_wish(add, remove)
 
 

@@ -34,11 +34,11 @@ def test_refits_of_experts_agree_with_the_trainer(tmp_path: Path) -> None:
                 randomise(model, seed=version)
                 result = refit_weights(
                     weights_of(model),
-                    [EngineAddress("engine", engine.url)],
+                    [EngineAddress(str(engine.model), engine.url)],
                     Stamp(1, version),
                     transfer,
                     SETTINGS,
                     canary=canary_of(model),
                 )
                 assert result.broken == ()
-                assert result.canary["engine"] <= 1e-4
+                assert result.canary[str(engine.model)] <= 1e-4
