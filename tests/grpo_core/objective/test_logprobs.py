@@ -96,7 +96,7 @@ def both_ways(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -
     return [*(value.detach() for value in values), *gradients]
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("options", [VARIANTS[0], VARIANTS[-1]], ids=str)
 def test_compiled_tiles_agree_with_eager_ones(options: dict[str, Any]) -> None:
     inputs = draw(tokens=40, vocab=133)
     eager = both_ways(*inputs, tile=(16, 32), **options)
