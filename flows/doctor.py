@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.control import LocalControl, Signals
-from flows.engines import engine_spec, responds
 from flows.policy import PolicyFailed, PolicyPreparation
+from flows.probe import responds
 from flows.server import HOST, PORT
+from flows.slots import engine_spec
 from flows.supervise import Child, Command
 from grpo_core.config import LocalPool, RunConfig
 from grpo_core.ports import free_port, port_is_free

@@ -4,9 +4,9 @@ Invariants: an engine process has a name that is never used again; the trainer l
 numbered records; an engine gets requests only once a refit record of the newest live version names it, which is after
 the canary. A local engine that dies, falls silent, does not start in time or breaks in a refit is replaced, later each
 time, within its budget; beyond it the pool goes on without it. An external one joins only if it was started as the run
-needs it (`flows.examination`), whenever that may be. It leaves the pool and comes back, under a new
-name, when it has answered for a while, longer each time, and one that broke in a refit only when it was restarted. The run
-fails when no engine is left that could serve, with the last lines of the last one.
+needs it (`flows.examination`), whenever that may be. It leaves the pool and comes back, under a new name, when it has
+answered for a while, longer each time, and one that broke in a refit only when it was restarted. The run fails when no
+engine is left that could serve, with the last lines of the last one.
 """
 
 import os
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from flows.aborts import Aborts
 from flows.control import Control
 from flows.examination import fault_of
-from flows.probe import Look, Prober, carried_stamp, examine, responds
+from flows.probe import Look, Prober, examine
 from flows.slots import Slot, engine_spec, restart_delay
 from flows.supervise import Child, Command
 from grpo_core.config import LOOPBACK, ExternalPool, LocalPool, RunConfig
@@ -32,8 +32,6 @@ from grpo_core.rollout.pool import Pool, is_overdue
 from grpo_core.rollout.wire import API_KEY_VARIABLE
 from storage.objects import ObjectStore
 from storage.pool import PoolChange, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
-
-__all__ = ["Engines", "PoolFailed", "carried_stamp", "engine_spec", "responds"]
 
 # Between two looks at an engine that is starting, and at one that serves.
 START_SECONDS, LOOK_SECONDS = 0.5, 2.0

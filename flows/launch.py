@@ -15,9 +15,9 @@ import typer
 
 from flows.assembly import Summary, log_directory, run_to_end
 from flows.control import LocalControl, Signals, Stopped
-from flows.engines import responds
 from flows.live import LiveView
 from flows.policy import PolicyPreparation
+from flows.probe import responds
 from flows.run import open_store
 from flows.server import DEFAULT_URL, LocalServer
 from grpo_core.config import RunConfig

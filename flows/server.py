@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flows.control import Stopped, Wish
-from flows.engines import responds
+from flows.probe import responds
 from flows.supervise import Child, Command
 from grpo_core.ports import free_port, port_is_free
 

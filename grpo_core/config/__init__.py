@@ -50,11 +50,8 @@ from grpo_core.config.model import (
 from grpo_core.config.objective import ObjectiveConfig
 from grpo_core.config.operation import (
     EVALUATION_METRIC,
-    LOOPBACK,
     CheckpointingConfig,
     EvaluationConfig,
-    ExternalPool,
-    LocalPool,
     LoggingConfig,
     MetricSink,
     MlflowSink,
@@ -66,6 +63,7 @@ from grpo_core.config.operation import (
     TrainingConfig,
     WandbSink,
 )
+from grpo_core.config.pool import LOOPBACK, ExternalPool, LocalPool
 from grpo_core.config.section import Section
 from grpo_core.metrics import EVALUATION_PREFIX, UnknownMetric, metric
 

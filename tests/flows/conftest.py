@@ -16,7 +16,7 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.deploy import CHECKOUT, deploy
-from flows.engines import responds
+from flows.probe import responds
 from flows.server import HOST, SETTINGS
 from grpo_core.ports import free_port
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flows.engines import engine_spec, responds
+from flows.probe import responds
+from flows.slots import engine_spec
 from grpo_core.config import LocalPool
 from grpo_core.ports import free_port
 from grpo_core.rollout.launch import engine_command

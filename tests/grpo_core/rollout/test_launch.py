@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.config.operation import FLOW_ARGUMENTS
+from grpo_core.config.pool import FLOW_ARGUMENTS
 from grpo_core.rollout.launch import EngineSpec, LaunchError, engine_command
 
 CPU = EngineSpec(
