@@ -210,6 +210,10 @@ class RunConfig(Section):
             "generation.tool_timeout_seconds": self.generation.tool_timeout_seconds,
             "rewards.timeout_seconds": self.rewards.timeout_seconds,
         }
+        timeouts |= {
+            f"generation.tools {tool.function}.timeout_seconds": tool.timeout_seconds or 0
+            for tool in self.generation.tools
+        }
         if not isinstance(self.environment, NoEnvironment):
             timeouts["environment.timeout_seconds"] = self.environment.timeout_seconds
         for key, seconds in timeouts.items():

@@ -55,7 +55,11 @@ def store(tmp_path: Path) -> ObjectStore:
 
 def make(store: ObjectStore, **settings: object) -> tuple[Dispatcher, Control]:
     config = RunConfig.model_validate(
-        {"generation": {"lease_prompts": 2, **settings}, "grpo": {"async_grpo": {"max_generation_failures": 1}}}
+        {
+            "generation": {"lease_prompts": 2, **settings},
+            "grpo": {"async_grpo": {"max_generation_failures": 1}},
+            "rewards": {"timeout_seconds": 0.001},
+        }
     )
     leasing = Leasing(store, 1, WINDOW, PROMPTS, None, keep_buffered=True)
     leasing.observe()
@@ -85,7 +89,9 @@ def test_a_failed_lease_is_sealed_and_its_ordinals_are_leased_again_with_their_f
 
 
 def test_an_expired_lease_tells_its_task_and_leaves_the_others_alone(store: ObjectStore) -> None:
-    dispatcher, control = make(store, lease_timeout_seconds=0.01)
+    dispatcher, control = make(
+        store, lease_timeout_seconds=0.01, request_timeout_seconds=0.001, tool_timeout_seconds=0.001
+    )
     dispatcher.open[1] = SimpleNamespace(**{**_fields(dispatcher.open[1]), "deadline": float("inf")})
     threading.Event().wait(0.05)
     dispatcher.collect()

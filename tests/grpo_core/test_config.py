@@ -183,6 +183,10 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"rewards": {"functions": []}}, ["rewards.functions is empty", "environment.kind=none"]),
     ({"generation": {"min_group_members": 9}}, ["generation.min_group_members=9", "grpo.num_generations_per_prompt=8"]),
     ({"generation": {"tools": ["a:f", "b:C.f"]}}, ["generation.tools", "more than one tool called f"]),
+    (
+        {"generation": {"tools": [{"function": "a:f", "timeout_seconds": 900}]}},
+        ["generation.tools a:f.timeout_seconds=900 outlasts a lease"],
+    ),
     ({"generation": {"tools": ["calculator"]}}, ["generation.tools.0", "calculator"]),
     (
         {"environment": {"kind": "http", "url": "http://a:1", "instances": 7}},
