@@ -36,8 +36,8 @@ from grpo_core.config import RunConfig, StorageConfig
 from grpo_core.prompts import DataError
 from grpo_core.recipe import ConfigError
 from grpo_core.rollout.chat import Chat, ChatError
-from grpo_core.rollout.group import RolloutFailed
 from grpo_core.rollout.rewards import RewardError
+from grpo_core.rollout.turns import RolloutFailed
 from grpo_core.schedule.plan import plan as plan_run
 from grpo_core.schedule.rates import Given, rates_of
 from grpo_core.schedule.tolerance import TooManyFailures

@@ -23,9 +23,10 @@ from grpo_core.prompts import Row
 from grpo_core.rollout.chat import well_formed
 from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own, together
 from grpo_core.rollout.episodes import EnvironmentFailed
-from grpo_core.rollout.group import Generator, RolloutFailed, Task
+from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
 from grpo_core.rollout.rewards import RewardError, Scores
+from grpo_core.rollout.turns import RolloutFailed, Task
 from grpo_core.trajectory import Prompt, Rollout, Stamp
 from storage import layout, schema
 from storage.attempts import Fence

@@ -16,8 +16,9 @@ import aiohttp
 
 from grpo_core.prompts import Prompts
 from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own
-from grpo_core.rollout.group import FAILED, Generator
+from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
+from grpo_core.rollout.rows import FAILED
 from storage import schema
 from storage.leases import LeaseRecord
 from storage.trajectories import TrajectoryStore

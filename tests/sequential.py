@@ -21,7 +21,7 @@ from grpo_core.objective.advantages import group_advantages
 from grpo_core.objective.losses import Denominators, policy_loss
 from grpo_core.prompts import PromptStream, load_splits
 from grpo_core.rollout.chat import Chat
-from grpo_core.rollout.group import derived_seed
+from grpo_core.seeds import derived_seed
 from grpo_core.training.attention import NAME
 from grpo_core.training.batch import Batch, Row
 from grpo_core.training.model import Policy

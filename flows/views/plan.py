@@ -16,7 +16,7 @@ from flows.run import RunRefused
 from flows.views.series import step_points
 from flows.views.standing import recorded_run
 from flows.views.terminal import figure, plain
-from grpo_core.rollout.group import OK
+from grpo_core.rollout.rows import OK
 from grpo_core.schedule.plan import Plan
 from grpo_core.schedule.rates import Rates, Served, observed_rates
 from storage import layout

@@ -1,17 +1,17 @@
 """From one prompt to one whole, scored group, as rows of a shard.
 
-Invariants: token ids go in and out, what was generated is never tokenized again; every request has a deadline and a
-seed derived from (run seed, ordinal, rollout, turn). Siblings with the same prompt share their first turn as one
-request, for whose answers the engine derives seeds of its own; one of them that cannot be believed is asked for again
-alone, and no sibling waits for it. A rollout that fails is tried again within its budget; when one fails for good the whole group becomes a tombstone, one row with status `failed` and the cause, never a zero
-reward, unless generation.min_group_members lets the survivors be a group of their own. That no engine is to be had is
-not the prompt's fault: NoEngine goes to the caller, who gives the prompt back.
+Invariants: token ids go in and out, what was generated is never tokenized again; every request has a seed derived from
+(run seed, ordinal, rollout, turn). Siblings with the same prompt share their first turn as one request, for whose answers
+the engine derives seeds of its own; one of them that cannot be believed is asked for again alone, and no sibling waits for
+it. A rollout that fails is tried again within its budget; when one fails for good the whole group becomes a tombstone, one
+row with status `failed` and the cause, never a zero reward, unless generation.min_group_members lets the survivors be a
+group of their own. That no engine is to be had is not the prompt's fault: NoEngine goes to the caller, who gives the
+prompt back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -24,65 +24,15 @@ from grpo_core.rollout.chat import Chat, ChatError
 from grpo_core.rollout.concurrency import together
 from grpo_core.rollout.conversation import Conversation
 from grpo_core.rollout.effort import Effort
-from grpo_core.rollout.engine import EngineClient, EngineRejected, EngineUnavailable
 from grpo_core.rollout.episodes import EnvironmentFailed, Episodes, open_episodes
 from grpo_core.rollout.first_turns import FirstTurns
-from grpo_core.rollout.pool import Member, Pool
+from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import RewardError, RewardWorkers, Scores, with_source
-from grpo_core.rollout.rows import FAILED, OK, group_rows, tombstone_row
+from grpo_core.rollout.rows import group_rows, tombstone_row
 from grpo_core.rollout.tools import Toolbox
-from grpo_core.rollout.wire import ABORTED, OLD_SALT, InvalidGeneration
+from grpo_core.rollout.turns import Request, RolloutFailed, Task, TurnAborted, TurnDiscarded, Turns
+from grpo_core.seeds import derived_seed
 from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn
-
-__all__ = ["FAILED", "OK", "Generator", "RolloutFailed", "Task", "check_rollouts", "derived_seed"]
-
-
-class RolloutFailed(RuntimeError):
-    """A rollout that failed more often than its budget allows; the message names the last cause."""
-
-
-class TurnAborted(RuntimeError):
-    """A later turn of a rollout was cut off from outside: its earlier turns are too old to be trained on."""
-
-
-class TurnDiscarded(RuntimeError):
-    """One of several answers of `engine` cannot be believed; it was asked for `spent` times."""
-
-    def __init__(self, cause: InvalidGeneration, engine: str, spent: int) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.engine = engine
-        self.spent = spent
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What the rollouts of one prompt have in common. `name` begins the ids of their requests; `seeds` are what all
-    their seeds are derived from; `cancellable` says whether a request may be cut off when it is too old to be trained on.
-    `effort` counts what they cost."""
-
-    prompt: Prompt
-    session: aiohttp.ClientSession
-    name: str
-    seeds: tuple[int, ...]
-    temperature: float
-    cancellable: bool = True
-    effort: Effort = field(default_factory=Effort)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """`count` continuations of one prompt, of at most `max_tokens` each, by one request: the prompt is read once, and the
-    server's own work per rollout falls fourfold. `prefixes` as in `Pool.engine`. `since` is the version under which a
-    rollout began that has earlier turns."""
-
-    name: str
-    ids: Sequence[int]
-    count: int
-    seed: int
-    max_tokens: int
-    prefixes: Sequence[str]
-    since: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +44,13 @@ class Generator:
     chat: Chat
     pool: Pool
     rewards: RewardWorkers
+    turns: Turns = field(init=False)
     toolbox: Toolbox = field(init=False)
     episodes: Episodes | None = field(init=False)
 
     def __post_init__(self) -> None:
         toolbox, episodes = check_rollouts(self.config)
+        object.__setattr__(self, "turns", Turns(self.config, self.chat, self.pool))
         object.__setattr__(self, "toolbox", toolbox)
         object.__setattr__(self, "episodes", episodes)
 
@@ -134,7 +86,7 @@ class Generator:
 
         async def ask(ids: Sequence[int], n: int, number: int) -> Sequence[Turn | TurnDiscarded]:
             name, seed = f"{task.name}-{number}", derived_seed(*task.seeds, number)
-            return await self.siblings(task, Request(name, ids, n, seed, self._budget(ids), (task.name,)))
+            return await self.turns.ask(task, Request(name, ids, n, seed, self._budget(ids), (task.name,)))
 
         async with AsyncExitStack() as stack:
             if self.episodes is not None:
@@ -240,88 +192,9 @@ class Generator:
             (f"{task.name}-{index}", task.name),
             None if began is None else Stamp(began.attempt, began.version),
         )
-        (turn,) = await self.siblings(task, request, discarded)
-        assert isinstance(turn, Turn)  # of one answer alone, `siblings` raises why it is none
+        (turn,) = await self.turns.ask(task, request, discarded)
+        assert isinstance(turn, Turn)  # of one answer alone, `ask` raises why it is none
         return turn
-
-    async def siblings(
-        self, task: Task, request: Request, discarded: TurnDiscarded | None = None
-    ) -> Sequence[Turn | TurnDiscarded]:
-        """The answers to a request, tried on other engines within the budget, of which `discarded` has spent a part. Raise
-        RolloutFailed when none could be had, NoEngine, or TurnAborted when a later turn of a rollout was cut off from
-        outside because of those before it."""
-        attempts = self.config.generation.max_rollout_attempts
-        cause: Exception | None = discarded
-        spent = 0 if discarded is None else discarded.spent
-        avoid = {discarded.engine} if discarded is not None and blames_engine(discarded.cause) else set[str]()
-        for tried in range(spent + 1, attempts + 1):
-            try:
-                return await self._ask(task, request, tried, avoid)
-            except EngineRejected as error:
-                task.effort.failed_requests += 1
-                raise RolloutFailed(str(error)) from error
-            except (EngineUnavailable, InvalidGeneration) as error:
-                cause = error
-                task.effort.aborted_requests += is_aborted(error)
-                task.effort.failed_requests += not is_aborted(error)
-                if blames_engine(error):
-                    # An engine that just died is ejected within a second; asking it again at once would spend the budget.
-                    await asyncio.sleep(min(8.0, 0.5 * 2**tried))
-                elif (
-                    is_aborted(error)
-                    and request.since is not None
-                    and self.config.grpo.async_grpo.stale_policy != "mask"
-                ):
-                    raise TurnAborted(str(error)) from error
-        raise RolloutFailed(f"{attempts} attempts failed, the last with: {cause}") from cause
-
-    async def _ask(self, task: Task, request: Request, tried: int, avoid: set[str]) -> Sequence[Turn | TurnDiscarded]:
-        """Try number `tried` of a request. An engine that had better not be asked again is added to `avoid`."""
-        config, name = self.config, f"{request.name}-{tried}"
-        async with self.pool.engine(
-            weight=request.count,
-            deadline_seconds=config.pool.start_timeout_seconds,
-            prefixes=request.prefixes,
-            avoid=avoid,
-            request_id=name if task.cancellable else None,
-            since=request.since,
-        ) as member:
-            try:
-                turns = await self._client(member, task.session).generate_many(
-                    request.ids,
-                    request.count,
-                    request_id=name,
-                    sampling=config.sampling.model_copy(update={"temperature": task.temperature}),
-                    max_tokens=request.max_tokens,
-                    seed=request.seed,
-                    stop_token_ids=self.chat.stop_token_ids,
-                    cache_salt=str(self.pool.stamp),
-                    deadline_seconds=config.generation.request_timeout_seconds,
-                )
-                believed = sorted_out(turns, member.name, tried)
-            except (EngineUnavailable, InvalidGeneration) as error:
-                if blames_engine(error) or is_aborted(error):
-                    # What was cut off may have been so by a refit that failed on this engine.
-                    avoid.add(member.name)
-                if blames_engine(error):
-                    self.pool.failed(member.name)
-                raise
-            discarded = [turn for turn in believed if isinstance(turn, TurnDiscarded)]
-            # Each of them is made again by a request of its own.
-            task.effort.failed_requests += len(discarded)
-            if any(blames_engine(turn.cause) for turn in discarded):
-                self.pool.failed(member.name)
-            return believed
-
-    def _client(self, member: Member, session: aiohttp.ClientSession) -> EngineClient:
-        """How this run speaks to an engine."""
-        return EngineClient(
-            member.url,
-            session=session,
-            name=member.name,
-            kept_caches=not self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
-            adapters=self.config.refit.adapter_only,
-        )
 
     def _budget(self, ids: Sequence[int]) -> int:
         """Tokens that the first answer to a prompt may have. Raise RolloutFailed when there is no room for one."""
@@ -335,37 +208,11 @@ class Generator:
         return budget
 
 
-def sorted_out(turns: Sequence[Turn | InvalidGeneration], engine: str, spent: int) -> Sequence[Turn | TurnDiscarded]:
-    """The answers of one request. Raise InvalidGeneration when no turn can be believed, and when the request was cut off:
-    its whole turns are then as old as the others."""
-    invalid = [turn for turn in turns if isinstance(turn, InvalidGeneration)]
-    for cause in invalid:
-        if len(invalid) == len(turns) or is_aborted(cause):
-            raise cause
-    return [turn if isinstance(turn, Turn) else TurnDiscarded(turn, engine, spent) for turn in turns]
-
-
 def _tokens(turns: Iterable[Turn]) -> int:
     return sum(len(turn.output_ids) for turn in turns)
-
-
-def is_aborted(error: Exception) -> bool:
-    """Whether a turn was cut off: we ended it ourselves, or somebody ended all requests of its engine."""
-    return isinstance(error, InvalidGeneration) and error.reason == ABORTED
-
-
-def blames_engine(error: Exception) -> bool:
-    """Whether something is wrong with the engine; nothing is when a turn was cut off, or a refit came between."""
-    return not (isinstance(error, InvalidGeneration) and error.reason in (ABORTED, OLD_SALT))
 
 
 def check_rollouts(config: RunConfig) -> tuple[Toolbox, Episodes | None]:
     """The tools and the environment of a run. Raise ValueError, naming the one that cannot be imported."""
     toolbox = Toolbox.of(config.generation.tools, timeout_seconds=config.generation.tool_timeout_seconds)
     return toolbox, open_episodes(config.environment)
-
-
-def derived_seed(*parts: int) -> int:
-    """A seed below 2⁶³ that is different for different parts."""
-    text = ".".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

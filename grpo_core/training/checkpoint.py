@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from grpo_core.rollout.group import derived_seed
+from grpo_core.seeds import derived_seed
 from storage import layout
 from storage.checkpoints import Manifest
 from storage.objects import ObjectStore

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_core.rollout.group import OK
+from grpo_core.rollout.rows import OK
 from grpo_core.schedule.admission import Candidate
 from grpo_core.schedule.frontier import Frontier, OrdinalState
 from grpo_core.training.batch import Row

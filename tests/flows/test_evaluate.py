@@ -14,8 +14,8 @@ from flows.evaluate import LATE, EvaluationJob, EvaluationLate, EvaluationStoppe
 from grpo_core.config import EvaluationConfig, RunConfig
 from grpo_core.evaluation import read_evaluation
 from grpo_core.prompts import Row
-from grpo_core.rollout.group import RolloutFailed, Task
 from grpo_core.rollout.rewards import Scores
+from grpo_core.rollout.turns import RolloutFailed, Task
 from grpo_core.trajectory import Prompt, Rollout, Stamp, Turn, VersionSpan
 from storage import layout, schema
 from storage.attempts import claim_next

@@ -18,9 +18,12 @@ from grpo_core.config import RunConfig
 from grpo_core.recipe import parse
 from grpo_core.rollout import group as group_module
 from grpo_core.rollout.chat import Chat
-from grpo_core.rollout.group import FAILED, OK, Generator, Task, derived_seed
+from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine, Pool
 from grpo_core.rollout.rewards import RewardError, Scores
+from grpo_core.rollout.rows import FAILED, OK
+from grpo_core.rollout.turns import Task
+from grpo_core.seeds import derived_seed
 from grpo_core.trajectory import Prompt, Stamp
 from storage import schema
 from tests.fake_engine import GENERATE, FakeEngine, Fault

@@ -18,9 +18,10 @@ from grpo_core.refit.control import EngineAddress
 from grpo_core.refit.coordinator import refit_weights
 from grpo_core.refit.gloo import GlooTransfer
 from grpo_core.rollout.chat import Chat
-from grpo_core.rollout.group import OK, Generator
+from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import Pool
 from grpo_core.rollout.rewards import Scores
+from grpo_core.rollout.rows import OK
 from grpo_core.rollout.tools import Toolbox
 from grpo_core.trajectory import Prompt, Stamp
 from tests.grpo_core import tiny

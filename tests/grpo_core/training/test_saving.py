@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from grpo_core.config import CheckpointingConfig, RunConfig
 from grpo_core.recipe import parse
-from grpo_core.rollout.group import derived_seed
+from grpo_core.seeds import derived_seed
 from grpo_core.training import checkpoint, saving
 from grpo_core.training.commands import Commands, Idle
 from grpo_core.training.feed import PartCache
