@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from grpo_core.config import RunConfig
 from grpo_core.recipe import parse
-from grpo_core.rollout import group as group_module
+from grpo_core.rollout import turns
 from grpo_core.rollout.chat import Chat
+from grpo_core.rollout.engine import EngineClient
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine, Pool
 from grpo_core.rollout.rewards import RewardError, Scores
@@ -65,7 +66,7 @@ def engines() -> Iterator[list[FakeEngine]]:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = asyncio.sleep
-    monkeypatch.setattr(group_module.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(turns.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
@@ -314,13 +315,13 @@ def test_only_what_may_be_cut_off_is_listed(
     pool.join("e0", engines[0].url)
     pool.live(Stamp(1, 4), ("e0",))
     generator = Generator(config(), chat, pool, Rewards())  # type: ignore[arg-type]
-    generate = group_module.EngineClient.generate_many
+    generate = EngineClient.generate_many
 
     async def watched(*arguments: Any, **named: Any) -> Any:
         listed.extend(pool.in_flight())
         return await generate(*arguments, **named)
 
-    monkeypatch.setattr(group_module.EngineClient, "generate_many", watched)
+    monkeypatch.setattr(EngineClient, "generate_many", watched)
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_core.config import RunConfig
 from grpo_core.recipe import parse
-from grpo_core.rollout import group as group_module
+from grpo_core.rollout import turns
 from grpo_core.rollout.chat import Chat
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine, Pool
@@ -51,7 +51,7 @@ def engines() -> Iterator[list[FakeEngine]]:
 def _none_made_and_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     Counting.made.clear()
     sleep = asyncio.sleep
-    monkeypatch.setattr(group_module.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(turns.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
 
 class Rewards:
