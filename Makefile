@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest tests -n $(TEST_PROCESSES) --dist loadgroup
+	$(BIN)/python -m pytest tests -n $(TEST_PROCESSES) --dist loadfile
 
 torture: setup
 	$(BIN)/python -m tests.torture
