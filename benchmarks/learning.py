@@ -3,7 +3,7 @@
     python -m benchmarks.learning --seeds 5
 
 The seed changes the policy's initial weights, its warm start and every sampled token. A run that is finished already
-is only read again. Takes about six minutes per seed on two cores.
+is only read again. Takes a few minutes per seed on two cores.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Invariants: a lease ends by its last part, the task's own or our seal, and only then are its missing ordinals leased
 again; every ordinal a sealed lease gives back has failed once more, and beyond its budget it becomes a tombstone
-instead of being tried for ever, unless there was no engine to ask or tools hang, which is no fault of a prompt; failures in a row,
-without one good group between them, end the run with the cause that came first.
+instead of being tried for ever, unless there was no engine to ask or tools hang, which is no fault of a prompt;
+failures in a row, without one good group between them, end the run with the cause that came first.
 """
 
 import threading

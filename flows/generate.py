@@ -1,7 +1,8 @@
 """One lease: its prompts become groups, its groups become parts. The Prefect task and, inside it, plain asyncio.
 
-Invariants: what goes wrong in one group costs no other, be it foreseen or not; groups are flushed as they finish, so a straggler holds back only its own group; the last part is marked
-`last`; a stopped lease leaves nothing half-written, and what it did not finish is returned when the lease is sealed.
+Invariants: what goes wrong in one group costs no other, be it foreseen or not; groups are flushed as they finish, so a
+straggler holds back only its own group; the last part is marked `last`; a stopped lease leaves nothing half-written,
+and what it did not finish is returned when the lease is sealed.
 """
 
 import asyncio

@@ -2,9 +2,10 @@
 
 An instance is used for one rollout at a time: `reset`, then `step` after each answer that is not made of calls of
 generation.tools alone, then `reward` once, whatever ended the rollout. The last answer is seen too when it was cut off, or
-calls tools once more than generation.max_tool_calling_iterations; what `step` says to it is not heard. Methods may be plain or async; each call has the deadline environment.timeout_seconds. An instance is
-made once and reset often, and may be reset on another thread or event loop than before, never on two at once. All
-siblings of a prompt are reset with the same columns and seed, so that they are given the same task.
+calls tools once more than generation.max_tool_calling_iterations; what `step` says to it is not heard. Methods may be
+plain or async; each call has the deadline environment.timeout_seconds. An instance is made once and reset often, and may
+be reset on another thread or event loop than before, never on two at once. All siblings of a prompt are reset with the
+same columns and seed, so that they are given the same task.
 
 A call that raises, is late or returns what `environment_output` refuses fails its rollout, which is tried again in another
 instance; the failed one is closed, be it while its late call still runs, and never used again. It is never a reward of zero.
