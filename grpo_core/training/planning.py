@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_core.config import RunConfig
 from grpo_core.objective.credit import Credit, any_advantage, step_advantages
 from grpo_core.objective.losses import Denominators
 from grpo_core.training.batch import Row
-from grpo_core.training.feed import BufferedGroup
 from grpo_core.training.sharing import pack_groups
 from grpo_core.training.step import FILLER, Place, StepPlan
+
+if TYPE_CHECKING:
+    from grpo_core.config import RunConfig
+    from grpo_core.training.feed import BufferedGroup
 
 
 class SequenceTooLong(RuntimeError):

@@ -66,7 +66,7 @@ RECIPE: dict[str, Any] = {
         "context_length": 64,
     },
     "data": {"source": {"kind": "files"}},
-    "rewards": {"functions": [{"function": "scenario_rewards:even_share"}]},
+    "rewards": {"functions": [{"function": "scenario_rewards:even_share"}], "timeout_seconds": 20},
     "generation": {
         "max_completion_length": 12,
         "flush_seconds": 0.1,

@@ -16,7 +16,7 @@ def deadly_run(driver: RunDriver) -> RunDriver:
     path.write_text("".join(f'{{"prompt": "{number} + 1 ="}}\n' for number in range(20)))
     driver.recipe["data"] = {"source": {"kind": "files", "path": str(path)}, "shuffle": False}
     factory = {"factory": "scenario_environment:Deadly", "arguments": {"prompt": f"{DEADLY} + 1 ="}}
-    driver.recipe["environment"] = {"kind": "python", **factory}
+    driver.recipe["environment"] = {"kind": "python", "timeout_seconds": 20, **factory}
     driver.recipe["grpo"] |= {"num_prompts_per_step": 2, "max_num_steps": 3}
     driver.recipe["grpo"]["async_grpo"] = {"max_trajectory_age_steps": 1}
     driver.recipe["checkpointing"] = {"save_period": 1}

@@ -63,7 +63,14 @@ class Stage:
     def conduct(self) -> list[Any]:
         values = {
             "model": {"context_length": 32},
-            "generation": {"max_completion_length": 8, "flush_seconds": 0.05, "lease_timeout_seconds": 20},
+            "generation": {
+                "max_completion_length": 8,
+                "flush_seconds": 0.05,
+                "lease_timeout_seconds": 20,
+                "request_timeout_seconds": 10,
+                "tool_timeout_seconds": 10,
+            },
+            "rewards": {"timeout_seconds": 10},
             "packing": {"token_budget": 32},
             "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
             "checkpointing": {"save_period": 1},
@@ -522,7 +529,11 @@ def test_other_ranks_hear_of_a_long_wait(stage: Stage, monkeypatch: pytest.Monke
 
 
 def test_waiting_without_end_names_what_is_missing(stage: Stage) -> None:
-    stage.changes = {"training": {"step_timeout_seconds": 0.1}, "generation": {"lease_timeout_seconds": 0.05}}
+    stage.changes = {
+        "training": {"step_timeout_seconds": 0.1},
+        "generation": {"lease_timeout_seconds": 0.05, "request_timeout_seconds": 0.01, "tool_timeout_seconds": 0.01},
+        "rewards": {"timeout_seconds": 0.01},
+    }
     stage.run.whole(group(0))
     stage.run.lease(1, 2, 3)
     with pytest.raises(TrainerStuck, match="1 of 2 are buffered, 3 in flight"):
