@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from grpo_core.schedule.suspects import Suspects, judge
 from storage import layout
@@ -85,9 +86,8 @@ def _died(store: ObjectStore, claim: AttemptClaim, later: AttemptClaim | None) -
 def _remains(store: ObjectStore, attempt: int) -> Remains:
     trajectories = TrajectoryStore(store, attempt)
     with ThreadPoolExecutor(PARALLEL_READS) as readers:
-        records = list(
-            readers.map(lambda number: read_lease(store, attempt, number), newest_leases(store, attempt, LEASES))
-        )
+        newest = islice(newest_leases(store, attempt), LEASES)
+        records = list(readers.map(lambda number: read_lease(store, attempt, number), newest))
         parts = trajectories.open_parts(record.lease for record in records)
         footers = [footer for footer in readers.map(partial(_footer, trajectories), parts) if footer is not None]
     return remains_of(records, footers)

@@ -7,7 +7,7 @@ attempt, without gaps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from storage import layout
@@ -55,15 +55,11 @@ def read_lease(store: ObjectStore, attempt: int, lease: int) -> LeaseRecord:
         raise DamagedRecord(f"Record {key} is not a lease: {type(error).__name__} {error}.") from error
 
 
-def newest_leases(store: ObjectStore, attempt: int, most: int) -> list[int]:
-    """The numbers of the newest leases, descending; older directories are listed only when they are needed."""
-    numbers: list[int] = []
+def newest_leases(store: ObjectStore, attempt: int) -> Iterator[int]:
+    """The numbers of the attempt's leases, descending; older directories are listed only when they are needed."""
     for directory in reversed(store.directories(layout.leases_prefix(attempt))):
         names = (layout.parse_lease(key) for key in store.list(directory))
-        numbers += sorted((name.lease for name in names if name is not None), reverse=True)
-        if len(numbers) >= most:
-            break
-    return numbers[:most]
+        yield from sorted((name.lease for name in names if name is not None), reverse=True)
 
 
 def list_leases(store: ObjectStore, attempt: int, *, after: int = -1) -> list[LeaseRecord]:

@@ -66,7 +66,7 @@ def leases(
     def version(lease: int) -> int:
         return Stamp.parse(read_lease(store, attempt, lease).stamp).version
 
-    end = 1 + (max(newest_leases(store, attempt, 1), default=-1) if last is None else last)
+    end = 1 + (next(newest_leases(store, attempt), -1) if last is None else last)
     begin = bisect_left(range(end), oldest, key=version)
     with ThreadPoolExecutor(PARALLEL_READS) as readers:
         records = list(readers.map(lambda number: read_lease(store, attempt, number), range(begin, end)))

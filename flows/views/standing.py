@@ -22,7 +22,7 @@ from storage.attempts import AttemptClaim, newest
 from storage.checkpoints import Manifest, read_manifest
 from storage.errors import DamagedCheckpoint, ObjectMissing
 from storage.layout import LedgerName, PartName
-from storage.leases import read_lease
+from storage.leases import newest_leases, read_lease
 from storage.ledger import DROPPED, RETURNED, TRAINED
 from storage.objects import ObjectStore
 from storage.records import read_record
@@ -196,7 +196,7 @@ def _leased(
     most_open = _reach(window) * window.prompts_per_step
     explained = {ordinal for ordinal, event in events.items() if event.state is OrdinalState.BUFFERED}
     seen: set[int] = set()
-    newest_first = _newest_leases(store, attempt)
+    newest_first = newest_leases(store, attempt)
     with ThreadPoolExecutor(PARALLEL_READS) as readers:
         while chosen := list(islice(newest_first, LEASES_AT_ONCE)):
             records = list(readers.map(lambda number: read_lease(store, attempt, number), chosen))
@@ -216,13 +216,6 @@ def _leased(
                 o in seen or o in explained or frontier.state(o) in TERMINAL for o in known
             ):
                 return
-
-
-def _newest_leases(store: ObjectStore, attempt: int) -> Iterator[int]:
-    """Numbers of the attempt's leases, descending; older directories are listed only when they are needed."""
-    for directory in reversed(store.directories(layout.leases_prefix(attempt))):
-        names = (layout.parse_lease(key) for key in store.list(directory))
-        yield from sorted((name.lease for name in names if name), reverse=True)
 
 
 def _decide(frontier: Frontier, decision: Decision) -> None:

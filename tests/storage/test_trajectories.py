@@ -213,8 +213,7 @@ def test_leases_survive_and_are_found_by_number(store: ObjectStore) -> None:
     for each in (record, *others):
         write_lease(store, each)
     assert read_lease(store, 1, 999) == record
-    assert newest_leases(store, 1, 2) == [1001, 1000]
-    assert newest_leases(store, 1, 9) == [1001, 1000, 999] and newest_leases(store, 2, 9) == []
+    assert list(newest_leases(store, 1)) == [1001, 1000, 999] and not list(newest_leases(store, 2))
     assert list_leases(store, 1, after=999) == others
     assert list_leases(store, 1, after=1001) == list_leases(store, 1) == []
     assert list_leases(store, 2) == []
