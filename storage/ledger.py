@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from storage import layout, schema
 from storage.attempts import Link, living_chain
 from storage.errors import DamagedShard, Fenced
+from storage.footers import read_metadata
 from storage.layout import LedgerName
 from storage.objects import ObjectStore
 from storage.records import new_writer
 
 TRAINED, DROPPED, RETURNED = "trained", "dropped", "returned"
-FOOTER_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,7 @@ def read_ledger(store: ObjectStore, *, all_attempts: bool = False) -> pa.Table:
 def read_ledger_footer(store: ObjectStore, name: LedgerName) -> LedgerFooter:
     """Read the end of a file only. Raise ObjectMissing or DamagedShard."""
     key = layout.ledger(name)
-    metadata = schema.decode_metadata(store.get_tail(key, FOOTER_BYTES), name=key)
-    if metadata is None:
-        metadata = schema.decode_metadata(store.get(key), name=key)
-    return _footer(name, metadata or {}, key)
+    return _footer(name, read_metadata(store, key), key)
 
 
 def read_ledger_file(
