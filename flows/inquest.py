@@ -20,14 +20,13 @@ from storage.attempts import AttemptClaim, read_attempt
 from storage.errors import ObjectMissing
 from storage.layout import PartName
 from storage.leases import LeaseRecord, newest_leases, read_lease
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 from storage.trajectories import PartFooter, TrajectoryStore
 
 # Twice as many as can be open at once.
 LEASES = 400
 # Attempts that are looked at, at most; those that died before a lease count for nothing.
 LOOK_BACK = 20
-PARALLEL_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def _died(store: ObjectStore, claim: AttemptClaim, later: AttemptClaim | None) -
 
 def _remains(store: ObjectStore, attempt: int) -> Remains:
     trajectories = TrajectoryStore(store, attempt)
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         newest = islice(newest_leases(store, attempt), LEASES)
         records = list(readers.map(lambda number: read_lease(store, attempt, number), newest))
         parts = trajectories.open_parts(record.lease for record in records)

@@ -27,9 +27,8 @@ from storage import layout, schema
 from storage.attempts import Link, living_chain
 from storage.checkpoints import Manifest
 from storage.layout import EvaluationName
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 
-PARALLEL_READS = 8
 # What the figures are made of; a file written before a column existed lacks it.
 COLUMNS = ("due_version", "dataset_index", "mode", "reward", "tokens", "version_tokens")
 
@@ -176,7 +175,7 @@ def read_evaluations(
     """These evaluations, by default all of the living history, by version."""
     if names is None:
         names = living_evaluations(store, living_chain(store), every_steps=config.refit.every_steps)
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         return list(readers.map(lambda name: read_evaluation(store, name, config), names))
 
 

@@ -18,10 +18,8 @@ from storage import layout
 from storage.digests import FileDigest, check_files, digests_from, fields_of
 from storage.errors import DamagedCheckpoint, DamagedRecord, InvalidKey, NoValidCheckpoint, ObjectMissing
 from storage.layout import CheckpointName, PartName
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 from storage.records import read_record, write_record
-
-PARALLEL_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from storage.checkpoints import Manifest, read_manifest, to_delete
 from storage.errors import DamagedCheckpoint, DamagedRecord, DamagedShard, Fenced, ObjectMissing
 from storage.layout import CheckpointName, LeaseName, VersionName
 from storage.leases import read_lease
-from storage.objects import Entry, ObjectStore
+from storage.objects import PARALLEL_REQUESTS, Entry, ObjectStore
 from storage.trajectories import TrajectoryStore
 
 Kind = Literal["parts", "checkpoint", "weights"]
@@ -51,7 +51,6 @@ Name = TypeVar("Name", bound=Hashable)
 
 # Longer than a lease lives, a save takes, or a clock is wrong.
 GRACE_SECONDS = 2 * 3600.0
-PARALLEL_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ Keys: TypeAlias = list[str]
 Paths: TypeAlias = list[Path]
 Listing: TypeAlias = list[tuple[str, int, float]]
 
+# Requests that a reader of many objects has under way at a time.
+PARALLEL_REQUESTS = 8
 RETRY_SECONDS = 120.0
 TRIES = 6
 DIGEST_BYTES = 32 * 2**20

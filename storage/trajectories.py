@@ -21,12 +21,10 @@ import pyarrow as pa
 
 from storage import layout, schema
 from storage.errors import DamagedShard
+from storage.footers import read_metadata
 from storage.layout import PartName
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 from storage.records import new_writer
-
-FOOTER_BYTES = 64 * 1024
-PARALLEL_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +132,7 @@ class TrajectoryStore:
     def read_footer(self, part: PartName) -> PartFooter:
         """Read the end of a part only. Raise ObjectMissing or DamagedShard."""
         key = layout.part(part.attempt, part.lease, part.part)
-        metadata = schema.decode_metadata(self._store.get_tail(key, FOOTER_BYTES), name=key)
-        if metadata is None:
-            metadata = schema.decode_metadata(self._store.get(key), name=key)
-        if metadata is None:
-            raise DamagedShard(f"Parquet object {key} is truncated: its footer is longer than the file.")
-        return _footer(part, metadata, key)
+        return _footer(part, read_metadata(self._store, key), key)
 
     def read_part(self, part: PartName, columns: Sequence[str] | None = None) -> tuple[PartFooter, pa.Table]:
         """One part, read whole and verified. Raise ObjectMissing or DamagedShard."""
@@ -155,7 +148,7 @@ class TrajectoryStore:
         """
         ordered = sorted(set(parts))
         names = None if columns is None else list(dict.fromkeys([*columns, "ordinal"]))
-        with ThreadPoolExecutor(max_workers=PARALLEL_READS) as readers:
+        with ThreadPoolExecutor(max_workers=PARALLEL_REQUESTS) as readers:
             loaded = list(readers.map(lambda part: self.read_part(part, names), ordered))
         settled: dict[tuple[int, int], frozenset[int]] = {}
         tables = [schema.SHARD.empty_table().select(names or schema.SHARD.names)]

@@ -18,10 +18,9 @@ from flows.views.terminal import figure, plain
 from storage import layout, schema
 from storage.layout import LedgerName, PartName
 from storage.ledger import RETURNED, TRAINED, ledger_names
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 from storage.trajectories import TrajectoryStore
 
-PARALLEL_READS = 8
 COLUMNS = ("ordinal", "state", "step", "version_min", "version_max", "lag_max", "reward_mean", "reason", "lease")
 
 Line = dict[str, Any]
@@ -84,7 +83,7 @@ def _decided(store: ObjectStore, names: Sequence[LedgerName]) -> Iterator[Line]:
         key = layout.ledger(name)
         return schema.decode(store.get(key), ["attempt", *COLUMNS], name=key)[0]
 
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         for table in readers.map(read, names):
             for row in table.to_pylist():
                 trained = row["state"] == TRAINED

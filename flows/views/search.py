@@ -24,9 +24,7 @@ from storage.attempts import read_attempt
 from storage.layout import LedgerName
 from storage.leases import LeaseRecord, newest_leases, read_lease
 from storage.ledger import DROPPED, TRAINED, read_ledger_footer
-from storage.objects import ObjectStore
-
-PARALLEL_READS = 8
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 
 
 def first_step(store: ObjectStore, attempt: int, ordinal: int, window: Window) -> int:
@@ -68,7 +66,7 @@ def leases(
 
     end = 1 + (next(newest_leases(store, attempt), -1) if last is None else last)
     begin = bisect_left(range(end), oldest, key=version)
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         records = list(readers.map(lambda number: read_lease(store, attempt, number), range(begin, end)))
     return [record for record in records if ordinal in record.ordinals]
 

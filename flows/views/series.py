@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from storage.layout import LedgerName, MetricsName
 from storage.ledger import read_ledger_footer
 from storage.metrics import CHUNK_STEPS, read_values
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 from storage.pool import RefitRecord, read_refit
 
-PARALLEL_READS = 8
 MOST_CHUNKS = 40
 
 
@@ -60,7 +59,7 @@ def step_points(store: ObjectStore, names: Sequence[LedgerName], *, every_steps:
         due = name.step % every_steps == 0
         return StepPoint(name, metrics, read_refit(store, name.attempt, name.step // every_steps) if due else None)
 
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         return list(readers.map(read, names))
 
 
@@ -70,7 +69,7 @@ def flow_points(store: ObjectStore, names: Sequence[LedgerName], metrics: Sequen
     chosen = [chunks[index] for index in spread(len(chunks), MOST_CHUNKS)]
     known = {(name.attempt, name.step) for name in names}
     found: dict[str, dict[int, float]] = {}
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         values = readers.map(lambda chunk: read_values(store, chunk, metrics), chosen)
         for chunk, rows in zip(chosen, values, strict=True):
             for step, metric, value in rows:

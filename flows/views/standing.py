@@ -24,11 +24,10 @@ from storage.errors import DamagedCheckpoint, ObjectMissing
 from storage.layout import LedgerName, PartName
 from storage.leases import newest_leases, read_lease
 from storage.ledger import DROPPED, RETURNED, TRAINED
-from storage.objects import ObjectStore
+from storage.objects import PARALLEL_REQUESTS, ObjectStore
 from storage.records import read_record
 from storage.trajectories import TrajectoryStore
 
-PARALLEL_READS = 8
 LEASES_AT_ONCE = 16
 LEASED, ARRIVED, DECIDED = range(3)
 TERMINAL = (OrdinalState.TRAINED, OrdinalState.DROPPED, OrdinalState.SETTLED)
@@ -153,7 +152,7 @@ def _base(store: ObjectStore, claim: AttemptClaim) -> Manifest | None:
 def _pinned(store: ObjectStore, base: Manifest, buffered: list[int]) -> dict[int, OpenOrdinal]:
     """The buffered groups that the checkpoint relies on."""
     trajectories = TrajectoryStore(store, base.attempt)
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         footers = list(readers.map(trajectories.read_footer, base.pinned))
     held = set(buffered)
     return {
@@ -197,7 +196,7 @@ def _leased(
     explained = {ordinal for ordinal, event in events.items() if event.state is OrdinalState.BUFFERED}
     seen: set[int] = set()
     newest_first = newest_leases(store, attempt)
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as readers:
         while chosen := list(islice(newest_first, LEASES_AT_ONCE)):
             records = list(readers.map(lambda number: read_lease(store, attempt, number), chosen))
             for record in records:
