@@ -1,7 +1,7 @@
 """How far the engine that sampled and the trainer that learns disagree about the same tokens.
 
-Contract: flat vectors [tokens] in nats, one value per token; each result is (Σ over trained tokens, number of trained
-tokens), detached, so that sums over micro-batches and ranks stay exact. With x = old - behaviour, where old is the
+Contract: flat vectors [tokens] in nats, one value per trained token; each result is (Σ over these tokens, number of
+them), detached, so that sums over micro-batches and ranks stay exact. With x = old - behaviour, where old is the
 trainer at the start of the step and behaviour the engine:
 
     token_mult_prob_error       mean exp|x|             1 when they agree; a factor between probabilities
@@ -38,15 +38,9 @@ RATIO_EXTREMES = (
 )
 
 
-def mismatch(logprobs: Tensor, old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """The six figures above. Where `mask` is zero the inputs may hold anything."""
-    trained = mask != 0
-    return mismatch_of_trained(logprobs[trained], old_logprobs[trained], behaviour_logprobs[trained])
-
-
 @torch.no_grad()
-def mismatch_of_trained(current: Tensor, old: Tensor, behaviour: Tensor) -> Metrics:
-    """The same, every token being trained."""
+def mismatch(current: Tensor, old: Tensor, behaviour: Tensor) -> Metrics:
+    """The six figures above, of the log-probs of trained tokens."""
     x = (old - behaviour).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio, up = x.exp(), torch.expm1(x)
     down = up / ratio  # 1 - e⁻ˣ

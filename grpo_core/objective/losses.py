@@ -34,7 +34,7 @@ from grpo_core.objective.diagnostics import (
     Metrics,
     indicator,
     merge_extremes,
-    mismatch_of_trained,
+    mismatch,
     ratio_extremes,
 )
 from grpo_core.objective.importance import believed, importance_weights, proximal_logprobs, weight_metrics
@@ -106,7 +106,7 @@ def _loss(
     """The loss of a few whole sequences, without those that are not believed, and its metrics."""
     current, behaviour = block.tensors["logprobs"].detach(), block.tensors["behaviour_logprobs"]
     trainer = block.tensors.get("old_logprobs", current)
-    metrics = mismatch_of_trained(current, trainer, behaviour)
+    metrics = mismatch(current, trainer, behaviour)
     if config.sequence_error_threshold is not None:
         kept, errors = believed(trainer, behaviour, block.segments, config.sequence_error_threshold)
         block, metrics = block.only(kept), metrics | errors

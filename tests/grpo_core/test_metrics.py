@@ -36,7 +36,7 @@ REPORTING: dict[str, tuple[str, ...]] = {
     "grpo_core/objective/credit.py": ("*_metrics",),
     "grpo_core/objective/losses.py": ("_loss", "*_metrics"),
     "grpo_core/objective/importance.py": ("believed", "*_metrics"),
-    "grpo_core/objective/diagnostics.py": ("mismatch_of_trained",),
+    "grpo_core/objective/diagnostics.py": ("mismatch",),
     "grpo_core/rollout/load.py": ("pool_metrics",),
     "grpo_core/rollout/rewards.py": ("metrics",),
     "flows/engines.py": ("metrics",),
