@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+# How a rollout ends that ran out of tokens, and one that called tools more often than it may.
+LENGTH, TOOL_CALLS = "length", "tool_calls"
 STAMP = re.compile(r"^(\d+)\.(\d+)$")
 
 
@@ -97,7 +99,6 @@ class Rollout:
     tool_calls: int = 0
     tool_failures: int = 0
     tool_seconds: float = 0.0
-    error: str | None = None
     opening_messages: int = 0
     environment_reward: float | None = None
     tool_rounds: int = 0

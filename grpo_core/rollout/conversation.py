@@ -25,9 +25,8 @@ from grpo_core.rollout.environments import Opening
 from grpo_core.rollout.episodes import Episode
 from grpo_core.rollout.tool_calls import Answer, ToolCall, parse_answer
 from grpo_core.rollout.tools import Toolbox, ToolResult
-from grpo_core.trajectory import Rollout, Turn
+from grpo_core.trajectory import LENGTH, TOOL_CALLS, Rollout, Turn
 
-LENGTH, TOOL_CALLS = "length", "tool_calls"
 # Characters. To tokenize one message of so many takes about a tenth of a second, for which all other rollouts wait.
 LONGEST_MESSAGE = 1 << 16
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from grpo_core.trajectory import Stamp, Turn, VersionSpan
+from grpo_core.trajectory import LENGTH, Stamp, Turn, VersionSpan
 
 # The key of the engines' generation routes comes from the environment alone.
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -21,7 +21,7 @@ REQUEST_PREFIX = "generate-tokens-"
 # vLLM reports NaN and -inf as -9999.
 LOWEST_LOGPROB = -9998.0
 # How a whole turn ends: the model stopped, or its tokens ran out. An abort or an error cuts it anywhere.
-WHOLE = ("stop", "length")
+WHOLE = ("stop", LENGTH)
 # Reasons of InvalidGeneration that are nobody's fault: a turn that was cut off before its end, and one that is sound but
 # for the refit it waited through.
 ABORTED, OLD_SALT = "aborted", "salt"

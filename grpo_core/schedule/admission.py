@@ -21,6 +21,8 @@ from grpo_core.schedule.window import Window
 
 FOREIGN, STALE, PAST_TARGET = "foreign version", "stale", "past target"
 ZERO_VARIANCE = "zero_variance"
+# The `failure` of a candidate that came back without its rollouts.
+GENERATION_FAILED = "generation_failed"
 
 
 class NothingAdmissible(RuntimeError):

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grpo_core.schedule.admission import STALE, Admission
+from grpo_core.schedule.admission import GENERATION_FAILED, STALE, Admission
 from grpo_core.schedule.pool_model import Group
-from grpo_core.schedule.rules import GENERATION_FAILED, Board, Rule
+from grpo_core.schedule.rules import Board, Rule
 from grpo_core.schedule.window import Room
 
 

@@ -11,13 +11,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from grpo_core.schedule.admission import Admission, Admissions, Candidate
+from grpo_core.schedule.admission import GENERATION_FAILED, Admission, Admissions, Candidate
 from grpo_core.schedule.frontier import Frontier
 from grpo_core.schedule.pool_model import Group
 from grpo_core.schedule.supply import Supply
 from grpo_core.schedule.window import Room, Window
 
-GENERATION_FAILED = "generation_failed"
 # In a simulation nothing is learnt from giving up early.
 HOPELESS_STEPS = 100
 

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from grpo_core.rollout.rows import OK
-from grpo_core.schedule.admission import Candidate
+from grpo_core.schedule.admission import GENERATION_FAILED, Candidate
 from grpo_core.schedule.frontier import Frontier, OrdinalState
 from grpo_core.training.batch import Row
 from grpo_core.training.step import FILLER, Place
-from grpo_core.trajectory import Stamp, VersionSpan
+from grpo_core.trajectory import LENGTH, Stamp, VersionSpan
 from storage import layout
 from storage.attempts import Link
 from storage.layout import PartName
@@ -44,9 +44,6 @@ COLUMNS = (
     "ordinal", "rollout", *ROW_COLUMNS, "reward", "status", "error", "epoch", "dataset_index",
     "engine", "reward_components", *ROLLOUT_FACTS,
 )  # fmt: skip
-GENERATION_FAILED = "generation_failed"
-# How a rollout ends whose tokens ran out.
-TRUNCATED = "length"
 LEASABLE = (OrdinalState.NEW, OrdinalState.RETURNED)
 FILLER_ROW = Row(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), ())
 
@@ -307,7 +304,7 @@ def part_groups(
                 engines=frozenset(name for row in where for name in engines[row].split(",")),
                 lengths=tuple(lengths[number] for number in range(rollouts)),
                 truncated=tuple(
-                    number in by_rollout and endings[by_rollout[number]] == TRUNCATED for number in range(rollouts)
+                    number in by_rollout and endings[by_rollout[number]] == LENGTH for number in range(rollouts)
                 ),
                 components={
                     name: _scores({number: values.get(name) for number, values in sources.items()}, rollouts)

@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.training.feed import TRUNCATED, BufferedGroup
+from grpo_core.training.feed import BufferedGroup
 from grpo_core.training.measures import Measures, mean, percentile
+from grpo_core.trajectory import LENGTH, TOOL_CALLS
 
-TURN_LIMIT = "tool_calls"
 Fact = Mapping[str, Any]
 
 
@@ -34,8 +34,8 @@ def rollout_measures(groups: Sequence[BufferedGroup], *, taken_at: float) -> Mea
         "rollout/turns_p99": percentile(turns, 0.99),
         "rollout/turns_max": max(turns),
         "rollout/turns_total": sum(turns),
-        "rollout/natural_end_share": (count - endings[TRUNCATED] - endings[TURN_LIMIT], count),
-        "rollout/turn_limit_share": (float(endings[TURN_LIMIT]), count),
+        "rollout/natural_end_share": (count - endings[LENGTH] - endings[TOOL_CALLS], count),
+        "rollout/turn_limit_share": (float(endings[TOOL_CALLS]), count),
         "rollout/tool_seconds": (sum(_values(facts, "tool_seconds")), count),
         "rollout/sequences": (float(sum(len(group.rows) for group in groups)), count),
         "rollout/fork_share": (joins["fork"], joined),
