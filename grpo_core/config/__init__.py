@@ -190,15 +190,16 @@ class RunConfig(Section):
                 f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
                 f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
             )
-        if fault := self._lease_fault():
-            raise ValueError(fault)
-        if fault := self._learning_fault() or self._metric_fault():
-            raise ValueError(fault)
-        if fault := self._rollout_fault():
-            raise ValueError(fault)
-        if fault := self._refit_fault() or self._adapter_fault():
-            raise ValueError(fault)
-        if fault := self._evaluation_fault():
+        fault = (
+            self._lease_fault()
+            or self._learning_fault()
+            or self._metric_fault()
+            or self._rollout_fault()
+            or self._refit_fault()
+            or self._adapter_fault()
+            or self._evaluation_fault()
+        )
+        if fault is not None:
             raise ValueError(fault)
         return self
 

@@ -29,7 +29,7 @@ class ReasoningGymData(Section):
     def _splits_differ(self) -> ReasoningGymData:
         if self.seed == self.held_out_seed:
             raise ValueError(
-                f"data.held_out_seed equals data.seed ({self.seed}): the held-out split would be the train split; choose another"
+                f"data.source.held_out_seed equals data.source.seed ({self.seed}): the held-out split would be the train split; choose another"
             )
         return self
 

@@ -240,7 +240,6 @@ class LoggingConfig(Section):
     sinks: tuple[MetricSink, ...] = Field(
         (), description="Where metrics go beside the store, which always has them; none of them can hold up a run"
     )
-
     progress_seconds: float = Field(
         1.0, gt=0, le=1e9, description="Refresh of the live view and of the progress records"
     )

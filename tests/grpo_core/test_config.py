@@ -142,7 +142,7 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"top_k": 5}}, ["sampling.top_k=5"]),
     ({"sampling": {"min_p": 0.1}}, ["sampling.min_p=0.1"]),
     ({"sampling": {"repetition_penalty": 1.1}}, ["sampling.repetition_penalty=1.1"]),
-    ({"data": {"source": {"kind": "reasoning_gym", "seed": 7, "held_out_seed": 7}}}, ["data.held_out_seed", "7"]),
+    ({"data": {"source": {"kind": "reasoning_gym", "seed": 7, "held_out_seed": 7}}}, ["data.source.held_out_seed", "7"]),
     ({"pool": {"kind": "local", "engines": 2, "gpus": [[0]]}}, ["pool.gpus", "pool.engines=2"]),
     ({"pool": {"kind": "local", "engines": 2, "gpus": [[0], [0]]}}, ["pool.gpus", "GPU 0 more than once"]),
     ({"pool": {"kind": "local", "gpus": [[1, 1]], "tensor_parallel_size": 2}}, ["pool.gpus", "GPU 1 more than once"]),
