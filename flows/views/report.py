@@ -87,7 +87,7 @@ def _content(store: ObjectStore) -> dict[str, Any]:
         "canary": max(
             (value for point in points if point.refit for value in point.refit.canary.values()), default=None
         ),
-        "waste": waste_table(store, living, totals, run),
+        "waste": waste_table(store, living, totals),
         "spent": token_table(points),
         "tools": tool_table(points),
         "samples": sample_rollouts(store, names),
@@ -149,9 +149,7 @@ def refit_table(points: Sequence[StepPoint]) -> list[dict[str, Any]]:
     ]
 
 
-def waste_table(
-    store: ObjectStore, living: Sequence[LedgerName], totals: Totals, run: RecordedRun
-) -> list[dict[str, Any]]:
+def waste_table(store: ObjectStore, living: Sequence[LedgerName], totals: Totals) -> list[dict[str, Any]]:
     """What was generated and not trained, or trained and lost: (what, cause, count, unit)."""
     rows = [
         {"what": DROPPED, "cause": reason, "count": count, "unit": "groups"} for reason, count in totals.dropped.items()

@@ -119,13 +119,13 @@ def _tokens(sequence: TrainingSequence) -> dict[str, Any]:
     }
 
 
-def _facts(config: RunConfig, prompt: Prompt, member: int) -> dict[str, Any]:
+def _facts(config: RunConfig, prompt: Prompt, rollout: int) -> dict[str, Any]:
     sampling, environment = config.sampling, config.environment
     return {
         "run_id": config.run_id,
         "ordinal": prompt.ordinal,
         "group_id": f"{config.run_id}-{prompt.ordinal}",
-        "rollout": member,
+        "rollout": rollout,
         "epoch": prompt.epoch,
         "dataset_index": prompt.dataset_index,
         "environment": config.data.source.kind if isinstance(environment, NoEnvironment) else environment.kind,

@@ -26,7 +26,6 @@ ASSUMED_SHARE = 0.4
 ASSUMED_SIGMA = 1.0
 # What was reached in the busiest tenth of the time is what an engine can do.
 BUSIEST = 0.9
-MOST_REQUESTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
