@@ -1,4 +1,5 @@
-"""The short benchmarks, one table: ours, the plain way, and the ratio between them. Writes benchmarks/results/*.json."""
+"""The short benchmarks, one table: ours, the plain way, and the ratio between them. Writes
+benchmarks/results/*.json."""
 
 from __future__ import annotations
 

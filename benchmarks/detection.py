@@ -2,9 +2,9 @@
 
     python -m benchmarks.detection
 
-The engine is the scriptable one of the tests, so that a fault happens at a known moment: seconds count from there to the
-error that names it, or to the record by which the trainer learns that the engine has left the pool. Deadlines are short
-here, so that the faults that only a deadline ends do not take minutes. Status 1 if any of them was exceeded.
+The engine is the scriptable one of the tests, so that a fault happens at a known moment: seconds count from there to
+the error that names it, or to the record by which the trainer learns that the engine has left the pool. Deadlines are
+short here, so that the faults that only a deadline ends do not take minutes. Status 1 if any of them was exceeded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What one GPU makes of the trainer's own arithmetic: `python -m benchmarks.gpu_check [-o FILE] [--tiny] [--seconds N]`.
+"""What one GPU makes of the trainer's own arithmetic.
+
+    python -m benchmarks.gpu_check [-o FILE] [--tiny] [--seconds N]
 
 Needs torch and transformers, no engine, no weights, no network and no other package. Random models of the shapes of
 Qwen3-0.6B and Qwen3-4B take packed training steps at 8k and 32k tokens, with shared prefixes and without; the fused

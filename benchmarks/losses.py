@@ -4,10 +4,10 @@
     TRL      the formula of its asynchronous trainer, flat: clipped ratio, token mean, and its own metrics
     NeMo RL  the formulas of its clipped loss, flat: ratio, clip, truncated weights, and its own metrics
 
-Ours computes the metrics of both in every case (but for TRL's two extremes), and is set to the loss it is compared with.
-TRL has one loss, which is dapo here; NeMo RL has five of ours. dr_grpo and bnpo are dapo with another denominator. The
-loop over lengths pays for nothing but calls: it finds its tokens for free, and the arithmetic, which the flat call has
-as well, is most of what is left.
+Ours computes the metrics of both in every case (but for TRL's two extremes), and is set to the loss it is compared
+with. TRL has one loss, which is dapo here; NeMo RL has five of ours. dr_grpo and bnpo are dapo with another
+denominator. The loop over lengths pays for nothing but calls: it finds its tokens for free, and the arithmetic, which
+the flat call has as well, is most of what is left.
 Values must agree, or there is no comparison. Time is the processor's, the least of several passes.
 """
 

@@ -1,7 +1,7 @@
 """Requests are ended on their engines, in the background.
 
-Contract: an engine is told of all its requests in one call, and has one such call at a time, so that one which hangs costs a
-thread of its own and keeps nobody waiting. What it could not be told it is told later. Nobody is told twice.
+Contract: an engine is told of all its requests in one call, and has one such call at a time, so that one which hangs
+costs a thread of its own and keeps nobody waiting. What it could not be told it is told later. Nobody is told twice.
 """
 
 from collections import defaultdict
@@ -23,7 +23,8 @@ class Aborts:
         self._under_way: dict[str, Future[None]] = {}
 
     def end(self, requests: Mapping[str, InFlight], serving: Collection[str]) -> None:
-        """End these requests, by their ids, on the engines that serve. Those of other engines have ended by themselves."""
+        """End these requests, by their ids, on the engines that serve.
+        Those of other engines have ended by themselves."""
         self._told &= requests.keys()
         by_engine: dict[str, list[InFlight]] = defaultdict(list)
         for name in sorted(requests.keys() - self._told):
@@ -42,7 +43,8 @@ class Aborts:
 
 
 def abort(requests: Sequence[InFlight]) -> None:
-    """End requests on the engine that is at them. One that cannot be reached ends them by itself, or by their deadlines."""
+    """End requests on the engine that is at them. One that cannot be reached ends them by itself,
+    or by their deadlines."""
     engine = EngineControl(EngineAddress(requests[0].engine, requests[0].url))
     try:
         engine.abort([request.request_id for request in requests], ABORT_SECONDS)

@@ -24,7 +24,8 @@ from flows.server import DeployError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PREFECT_FILE = Path("deployments") / "prefect.yaml"
-# A run takes the whole machine. The limit sits at the pool, where it needs no leases: they would not outlive the server.
+# A run takes the whole machine. The limit sits at the pool, where it needs no leases:
+# they would not outlive the server.
 RUNS_AT_A_TIME = 1
 DEPLOY_SECONDS = 300.0
 

@@ -191,7 +191,8 @@ class Engines:
         return self._prober.ask(slot.name, slot.url, START_SECONDS, look)
 
     def replace(self, broken: Mapping[str, str]) -> None:
-        """Take engines that a refit broke (name → how) out of the pool; the next round starts new ones. Raise PoolFailed."""
+        """Take engines that a refit broke (name → how) out of the pool; the next round starts others.
+        Raise PoolFailed."""
         for slot in self._slots:
             if slot.name not in broken or slot.broken is not None:
                 continue
@@ -209,8 +210,8 @@ class Engines:
             self._control.warn(refusal)
 
     def cancel_overdue(self, oldest: int) -> None:
-        """End the requests of which nothing can be trained any more, now that no step admits versions before `oldest`. The
-        engines have better things to do."""
+        """End the requests of which nothing can be trained any more, now that no step admits versions before `oldest`.
+        The engines have better things to do."""
         masked = self._config.grpo.async_grpo.stale_policy == "mask"
         adapters = self._config.refit.adapter_only
         overdue = {
@@ -227,7 +228,7 @@ class Engines:
         return {"pool/engines": float(serving), "pool/queued": float(self._router.waiting())} | pool_metrics(looks)
 
     def all_ready(self) -> bool:
-        """Whether every engine has answered, but for those that failed to start once and external ones that take too long."""
+        """Whether every engine has answered, but for those that failed to start once and external ones that are late."""
         if not any(slot.ready for slot in self._slots):
             return False
         patience = time.monotonic() - EXTERNAL_SECONDS
@@ -298,7 +299,7 @@ class Engines:
                 self._router.limit(slot.name, limit)
 
     def _refuse(self, slot: Slot, fault: str) -> None:
-        """An external engine cannot serve as it was started. It is asked again, for somebody may start it as it should be."""
+        """An external engine cannot serve as it was started. It is asked again: somebody may start it as it should."""
         said, slot.refused = slot.refused, fault
         if said == fault:
             return

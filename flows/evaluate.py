@@ -2,8 +2,9 @@
 
 Invariant: an evaluation is stored once, under the version that was live when it began, and each of its records says
 which versions its tokens are of; it uses its own seeds and never enters the ledger, so it changes nothing that is
-trained. It goes beside training: PORTIONS_IN_FLIGHT of its portions are with the router, which serves all in order. It ends
-within evaluation.timeout_seconds: what is not finished by then is recorded without a reward, like what cannot be answered.
+trained. It goes beside training: PORTIONS_IN_FLIGHT of its portions are with the router, which serves all in order. It
+ends within evaluation.timeout_seconds: what is not finished by then is recorded without a reward,
+like what cannot be answered.
 """
 
 import asyncio
@@ -59,8 +60,8 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs, `warn` hears
-    of what a person should look at; `due` is the first due version that it serves."""
+    """Everything the evaluation of the version `stamp`, which is live, needs. `stopped` is asked while it runs, `warn`
+    hears of what a person should look at; `due` is the first due version that it serves."""
 
     generator: Generator
     rows: Sequence[Row]
@@ -71,7 +72,8 @@ class EvaluationJob:
     due: int | None = None
 
     def run(self) -> Evaluation:
-        """Sample, score and store. Raise EvaluationStopped when told to stop, EvaluationLate, NoEngine, CallsHang, or Fenced."""
+        """Sample, score and store. Raise EvaluationStopped when told to stop, EvaluationLate, NoEngine,
+        CallsHang, or Fenced."""
         began = time.monotonic()
         table = schema.table(on_a_loop_of_its_own(self._until_stopped()), schema.EVALUATION)
         seconds, attempt, version = time.monotonic() - began, self.stamp.attempt, self.stamp.version

@@ -3,8 +3,8 @@
 Contract: at most one evaluation is under way. The first and the last one have the engines to themselves; those between
 go beside training. What is due is decided by `schedule.agenda` from what the store holds, so a restart neither repeats
 nor forgets; a due version that passed before its turn is served by the version that is live then, whose evaluation is
-recorded with both. An evaluation that reaches the run's goal is told to the trainer through the store; so is, at the start
-of an attempt, one of the history it continues.
+recorded with both. An evaluation that reaches the run's goal is told to the trainer through the store; so is, at the
+start of an attempt, one of the history it continues.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Whether an engine that somebody else started can serve a run, by its own account of how it was started.
 
-Contract: what would spoil a run without a word is refused before the engine joins. Log-probs before temperature pass every
-check at temperature 1, the canary's too, and are wrong at any other. Pure.
+Contract: what would spoil a run without a word is refused before the engine joins. Log-probs before temperature pass
+every check at temperature 1, the canary's too, and are wrong at any other. Pure.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from grpo_core.config import RunConfig
 
 
 def fault_of(configuration: Any, config: RunConfig) -> str | None:
-    """Why the engine that gave this answer to `/server_info` cannot serve the run, and how to start it; None if it can."""
+    """Why the engine that gave this answer to `/server_info` cannot serve the run,
+    and how to start it; None if it can."""
     model = _section(configuration, "model_config")
     if model is None:
         return "does not say how it was started; run vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1"

@@ -39,8 +39,8 @@ class LeaseResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseJob:
-    """Everything a generation task needs. `on_tokens` hears of generated tokens as groups finish, `warn` of what a person
-    should look at; both on the task's thread."""
+    """Everything a generation task needs. `on_tokens` hears of generated tokens as groups finish, `warn` of what a
+    person should look at; both on the task's thread."""
 
     record: LeaseRecord
     generator: Generator
@@ -65,7 +65,8 @@ class LeaseJob:
         return work.result()
 
     async def _group(self, ordinal: int, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        """The rows of one ordinal; a tombstone at once for one that has cost its leases too often. Raise NoEngine, CallsHang."""
+        """The rows of one ordinal; a tombstone at once for one that has cost its leases too often.
+        Raise NoEngine, CallsHang."""
         prompt = self.stream.prompt(ordinal)
         failures = self.record.failure_counts.get(ordinal, 0)
         if failures >= self.generator.config.generation.max_rollout_attempts:

@@ -92,8 +92,8 @@ class Leasing:
         return steps
 
     def _next_ledger(self) -> LedgerFooter | None:
-        """Apply the next ledger file, if it is there. Drops of a step come before the step, so they are looked for last:
-        a step that is there has all of its drops there."""
+        """Apply the next ledger file, if it is there. Drops of a step come before the step, so they are looked for
+        last: a step that is there has all of its drops there."""
         step = self.steps_done + 1
         drops, whole = LedgerName(self._attempt, step, self._drops), LedgerName(self._attempt, step)
         done = self._store.exists(layout.ledger(whole))
@@ -163,8 +163,8 @@ class Leasing:
             self._window = replace(self._window, prompts=self._prompts.size)
 
     def _leasable(self) -> int:
-        """How many ordinals there are prompts for. Asked before the window is, so that a stream which ends between the two
-        bounds it."""
+        """How many ordinals there are prompts for. Asked before the window is,
+        so that a stream which ends between the two bounds it."""
         frontier = self.frontier
         end = self._prompts.recorded(frontier.next_ordinal + self._window.most_open)
         self._learn_size()
@@ -201,8 +201,8 @@ class Leasing:
         self.frontier.returned(missing)
 
     def _released(self, lease: int, ordinals: Iterable[int]) -> list[int]:
-        """Those of them that were in flight in this lease. The ledger may have said more about others meanwhile, and they
-        may be in flight again, in another lease."""
+        """Those of them that were in flight in this lease. The ledger may have said more about others meanwhile, and
+        they may be in flight again, in another lease."""
         mine = [ordinal for ordinal in ordinals if self._holder.get(ordinal) == lease]
         for ordinal in mine:
             del self._holder[ordinal]

@@ -19,7 +19,8 @@ class PolicyFailed(RuntimeError):
 
 
 class PolicyPreparation:
-    """The preparation of version 0, running while this context is open. `skeleton` comes early, `initial` at its end."""
+    """The preparation of version 0, running while this context is open.
+    `skeleton` comes early, `initial` at its end."""
 
     def __init__(self, config: RunConfig, logs: Path, control: Control) -> None:
         self._config = config

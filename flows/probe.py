@@ -44,7 +44,8 @@ def look(url: str) -> Look:
 
 
 def examine(url: str, fault_of: Callable[[Any], str | None]) -> Look:
-    """Look at an engine that somebody else started, and see whether it can serve; `fault_of` judges its configuration."""
+    """Look at an engine that somebody else started, and see whether it can serve;
+    `fault_of` judges its configuration."""
     seen = look(url)
     if not seen.healthy:
         return seen

@@ -27,8 +27,8 @@ UNSTAMPED = "default"
 class Slot:
     """`name` is of the process that is in it now, `lives` counts those before. Times are on the monotonic clock.
 
-    An external slot never has a `child`; a local one has none while its restart is due. `answered` and `missed` count the
-    looks in a row that it answered and that it did not. `overdue`: it did not answer in time, and that was said.
+    An external slot never has a `child`; a local one has none while its restart is due. `answered` and `missed` count
+    the looks in a row that it answered and that it did not. `overdue`: it did not answer in time, and that was said.
     `refused`: why an external engine cannot serve as it was started.
     """
 
@@ -80,8 +80,8 @@ class Slot:
         self.answered, self.missed = 0, self.missed + 1
 
     def returns(self, now: float) -> bool:
-        """Whether an engine that answers is believed to be back. A local one is another process, and its restart was late
-        enough; an external one may be neither."""
+        """Whether an engine that answers is believed to be back. A local one is another process, and its restart was
+        late enough; an external one may be neither."""
         return self.local or is_back(self.losses, answered=self.answered, seconds=now - self.started_at)
 
     def was_restarted(self, stamp: str | None) -> bool:
@@ -92,8 +92,8 @@ class Slot:
         return self.broken is not None and self.stamp in (None, UNSTAMPED) and self.missed >= LOOKS_AWAY
 
     def is_of_another_run(self, attempt: int) -> bool:
-        """Whether an external engine that this run has never refitted carries a stamp that the run cannot have left there:
-        one of this attempt or of a later one."""
+        """Whether an external engine that this run has never refitted carries a stamp that the run cannot have left
+        there: one of this attempt or of a later one."""
         if self.local or self.lives > 0 or self.stamp in (None, UNSTAMPED):
             return False
         try:
@@ -130,8 +130,8 @@ def restart_delay(losses: int) -> float:
 
 def is_back(losses: int, *, answered: int, seconds: float) -> bool:
     """Whether an engine that nobody here started may serve: at its first answer, but after `losses` only when it has
-    `answered` several looks in a row and so many `seconds` have gone by since the last loss that one which comes and goes
-    does so ever more rarely. Pure."""
+    `answered` several looks in a row and so many `seconds` have gone by since the last loss that one which comes and
+    goes does so ever more rarely. Pure."""
     return losses == 0 or (answered >= LOOKS_TO_RETURN and seconds >= restart_delay(losses))
 
 

@@ -24,8 +24,8 @@ TAIL_BYTES = 4096
 KILL_SECONDS = 10.0
 # Runs beside each child. It reads a pipe that only the flow holds open: end of file means that the flow is gone or that
 # the child has ended, and then what is left of it goes too, however deep and whatever its session (torchrun gives each
-# rank one of its own). PR_SET_PDEATHSIG would not reach that far. The child is older than its guardian: a younger process
-# of that number is a stranger. It imports nothing before it is needed, so it costs nothing.
+# rank one of its own). PR_SET_PDEATHSIG would not reach that far. The child is older than its guardian: a younger
+# process of that number is a stranger. It imports nothing before it is needed, so it costs nothing.
 GUARDIAN = """
 import os, signal, sys
 child = int(sys.argv[1])
@@ -99,7 +99,8 @@ class Child:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs. Once it has ended, its guardian ends what it left behind, and itself."""
+        """The exit status, or None while it runs. Once it has ended,
+        its guardian ends what it left behind, and itself."""
         status = self._process.poll()
         if status is not None:
             self._end_of_guard().close()

@@ -215,7 +215,8 @@ class PrefectControl:
 
 
 def quoted(value: Any) -> Any:
-    """An argument Prefect hands over as it is; it would otherwise look for futures in everything the value refers to."""
+    """An argument Prefect hands over as it is; it would otherwise look for futures
+    in everything the value refers to."""
     return quote(value)
 
 

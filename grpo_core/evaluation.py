@@ -2,8 +2,8 @@
 
 Contract: figures are computed from the stored rewards whenever they are asked for, so another threshold needs no new
 completions. An evaluation counts only in the living history: its attempt made its version, or its version is 0, which
-is the same in every attempt. `due` is the first of the due versions that it serves (see `schedule.agenda`), which is older
-than its own where that passed before it could be evaluated; None where none was due.
+is the same in every attempt. `due` is the first of the due versions that it serves (see `schedule.agenda`), which is
+older than its own where that passed before it could be evaluated; None where none was due.
 
 An evaluation is keyed by the version that was live when it began. Engines move on while it runs, and its requests move
 with them: waiting for them would hold training up, and to leave out those that crossed a refit would leave out the long
@@ -49,8 +49,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The scores of one version by metric: `sampled`, `greedy`, `pass@1`, `pass@2`, … `step` made the version, `tokens` is
-    the mean of a completion, `seconds` the time it took. `unscored_prompts` have a completion without a reward."""
+    """The scores of one version by metric: `sampled`, `greedy`, `pass@1`, `pass@2`, … `step` made the version, `tokens`
+    is the mean of a completion, `seconds` the time it took. `unscored_prompts` have a completion without a reward."""
 
     attempt: int
     version: int
@@ -91,7 +91,8 @@ class Evaluation:
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """The chance that at least one of `k` completions is right, estimated without bias from `samples` of which
-    `correct` are (Chen et al. 2021, equation 1): 1 − C(n − c, k) / C(n, k). Raise ValueError unless 1 ≤ k ≤ n, 0 ≤ c ≤ n."""
+    `correct` are (Chen et al. 2021, equation 1): 1 − C(n − c, k) / C(n, k).
+    Raise ValueError unless 1 ≤ k ≤ n, 0 ≤ c ≤ n."""
     if not (1 <= k <= samples and 0 <= correct <= samples):
         raise ValueError(
             f"pass@{k} of {correct} right among {samples} is not defined: it needs 1 ≤ k ≤ n and 0 ≤ c ≤ n"
@@ -197,7 +198,8 @@ def goal_reached(store: ObjectStore, config: RunConfig) -> Evaluation | None:
 
 def with_evaluation_metric(store: ObjectStore, manifests: Sequence[Manifest], config: RunConfig) -> list[Manifest]:
     """`manifests` with checkpointing.metric_name among their metrics if it names a metric of evaluations: the newest
-    evaluation at or before the step says it. A checkpoint off the living history has none, nor has one before the first.
+    evaluation at or before the step says it. A checkpoint off the living history has none,
+    nor has one before the first.
 
     Reads one evaluation for each checkpoint at most, whatever the length of the run.
     """

@@ -306,7 +306,8 @@ def reported(measured: Measured) -> dict[str, float]:
 
 
 def extreme_sign(name: str) -> float:
-    """1 for a metric that merges by max and -1 for one by min: sign · max(sign · values) is either. Raise UnknownMetric."""
+    """1 for a metric that merges by max and -1 for one by min:
+    sign · max(sign · values) is either. Raise UnknownMetric."""
     reduction = metric(name).reduction
     assert reduction in (MAX, MIN), f"{name} merges by {reduction}"
     return 1.0 if reduction == MAX else -1.0

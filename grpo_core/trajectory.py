@@ -85,11 +85,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A finished conversation, before reward. The first `opening_messages` messages were its prompt; `seed` is that of its
-    first turn; `environment_reward` is None where no environment gave one.
+    """A finished conversation, before reward. The first `opening_messages` messages were its prompt; `seed` is that of
+    its first turn; `environment_reward` is None where no environment gave one.
 
-    Its `tool_calls`, in `tool_rounds` rounds, are of tools of ours (`tool_usage`), of none that there is (`unknown`), of
-    what could not be read (`malformed`), and else of its environment's. `tool_seconds` is what the rounds took."""
+    Its `tool_calls`, in `tool_rounds` rounds, are of tools of ours (`tool_usage`), of none that there is (`unknown`),
+    of what could not be read (`malformed`), and else of its environment's. `tool_seconds` is what the rounds took."""
 
     index: int
     turns: list[Turn]

@@ -12,7 +12,8 @@ Records (claims, leases, refits, pool changes, evaluations, the ledger) are the 
 
 All but settled parts must also be older than a grace time. What only the newest attempt can still be writing is left
 to it: leases without their last part, and saves of steps above its newest checkpoint. While a manifest cannot be read,
-no lease of its attempt or an older one is touched, for nobody knows what it pins; the manifest itself is left to people.
+no lease of its attempt or an older one is touched, for nobody knows what it pins;
+the manifest itself is left to people.
 
 Why this is safe beside a living run, and beside a resume. Terminal states are for ever along a chain, so an ordinal
 that is terminal in checkpoint C is terminal in every checkpoint that descends from C, whenever that one commits. A

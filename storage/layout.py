@@ -278,7 +278,8 @@ def refits_prefix(attempt: int) -> str:
 
 
 def refit(attempt: int, version: int, number: int = 0) -> str:
-    """One record per completed refit. Number 0 says that `version` is live; the next ones name engines that joined late."""
+    """One record per completed refit. Number 0 says that `version` is live;
+    the next ones name engines that joined late."""
     late = "" if number == 0 else f".late-{_number(number, 3)}"
     return f"{refits_prefix(attempt)}version-{_number(version, 9)}{late}.json"
 

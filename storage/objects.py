@@ -81,7 +81,8 @@ class Objects(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """An object in a listing. `written_at` is in Unix seconds by the clock of the store; infinite if it does not say."""
+    """An object in a listing. `written_at` is in Unix seconds by the clock of the store;
+    infinite if it does not say."""
 
     key: str
     bytes: int

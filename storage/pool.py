@@ -36,8 +36,8 @@ class PoolWish:
 
 @dataclass(frozen=True, slots=True)
 class RefitRecord:
-    """A version that became live in `engines`. `seconds` per phase; `canary`: largest log-prob difference per engine, nats;
-    `bytes`: what each engine received."""
+    """A version that became live in `engines`. `seconds` per phase; `canary`: largest log-prob difference per engine,
+    nats; `bytes`: what each engine received."""
 
     attempt: int
     version: int

@@ -1,8 +1,8 @@
 """The prompt log: what a streaming dataset yielded, recorded ahead of its use, so that it can be read again for ever.
 
 Chunks are numbered from 0 without gaps and hold the same number of prompts each, except the last one, which is marked
-`last` and may be empty. Chunk k is written once; whoever loses the race reads the winner's, and both go on from the same
-position. When the stream has ended the record of its end follows, and the log is a dataset like any other.
+`last` and may be empty. Chunk k is written once; whoever loses the race reads the winner's, and both go on from the
+same position. When the stream has ended the record of its end follows, and the log is a dataset like any other.
 """
 
 from __future__ import annotations

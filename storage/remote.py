@@ -234,7 +234,8 @@ class ObstoreObjects:
 
 
 def _written_at(info: Mapping[str, Any]) -> float:
-    """When an object was last written. Each file system has a word of its own for it; one that has none knows no age."""
+    """When an object was last written. Each file system has a word of its own for it;
+    one that has none knows no age."""
     for word in ("LastModified", "last_modified", "mtime", "updated", "created"):
         match info.get(word):
             case datetime() as moment:

@@ -299,8 +299,8 @@ def _column_digest(column: pa.ChunkedArray) -> str:
 
 
 def _feed(update: Callable[[bytes], None], array: pa.Array) -> None:
-    """Nested types go in by their shape and the names in a struct, not their full description, in which readers name the
-    elements of lists anew."""
+    """Nested types go in by their shape and the names in a struct, not their full description, in which readers name
+    the elements of lists anew."""
     update(f"{str(array.type).partition('<')[0]} {len(array)} {array.null_count};".encode())
     if array.null_count:
         update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes())

@@ -32,9 +32,9 @@ class Fault:
     """What goes wrong on `path`, `times` times.
 
     delay: answer after `seconds`. status: answer `status`. reset: break the connection. hang: never answer.
-    die: the whole engine is gone, `seconds` after the call came. null_logprob, nan_logprob, clamped_logprob (-9999, what vLLM sends
-    for NaN), missing_logprob, wrong_version (stamp `version`), missing_span, empty: a generation whose first choice looks
-    well and is not. garbage: answer `text`.
+    die: the whole engine is gone, `seconds` after the call came. null_logprob, nan_logprob, clamped_logprob (-9999,
+    what vLLM sends for NaN), missing_logprob, wrong_version (stamp `version`), missing_span, empty: a generation whose
+    first choice looks well and is not. garbage: answer `text`.
     """
 
     path: str
@@ -80,8 +80,8 @@ def server_info(
 
 @dataclass
 class Places:
-    """The sequences that an engine runs at once, None without a limit. The others wait in their order, or in that of their
-    priorities first, of which less is sooner."""
+    """The sequences that an engine runs at once, None without a limit. The others wait in their order, or in that of
+    their priorities first, of which less is sooner."""
 
     most: int | None
     by_priority: bool

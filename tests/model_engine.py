@@ -2,10 +2,11 @@
 
     python tests/model_engine.py --model DIRECTORY --host 127.0.0.1 --port 8000 [any other flag of vLLM is ignored]
 
-It reads a Qwen3 directory, takes refits over our own gloo protocol or from the run's store, loads LoRA adapters while it
-runs, and scores canaries with the weights it holds, so the real trainer, flow and store run against it unchanged. What it samples is a pure function of (weights, prompt, seed,
-number of siblings): a request is computed alone, its siblings in one batch, and every sibling draws from a generator
-of its own. So with a window of 0 a whole run is deterministic. It starts in the time that importing torch takes.
+It reads a Qwen3 directory, takes refits over our own gloo protocol or from the run's store, loads LoRA adapters while
+it runs, and scores canaries with the weights it holds, so the real trainer, flow and store run against it unchanged.
+What it samples is a pure function of (weights, prompt, seed, number of siblings): a request is computed alone, its
+siblings in one batch, and every sibling draws from a generator of its own. So with a window of 0 a whole run is
+deterministic. It starts in the time that importing torch takes.
 
 Faults come from the JSON file that MODEL_ENGINE_FAULTS names, read again at every request; each that kills or stalls is
 removed from the file first, so that it happens once:

@@ -86,7 +86,8 @@ class KillPoint:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run: its recipe beside the common one, the kill points that wait for it, and how slowly its engine samples."""
+    """One run: its recipe beside the common one, the kill points that wait for it,
+    and how slowly its engine samples."""
 
     number: int
     settings: dict[str, Any]

@@ -34,8 +34,8 @@ class PrometheusPage:
         return int(self._server.server_address[1])
 
     def write(self, point: Point) -> None:
-        """Show this point. An evaluation stays until the next one, and says nothing of the newest step; what a newer step
-        does not have is gone."""
+        """Show this point. An evaluation stays until the next one, and says nothing of the newest step; what a newer
+        step does not have is gone."""
         kept = {name: value for name, value in self._metrics.items() if metric(name).scope == "evaluation"}
         evaluated = all(metric(name).scope == "evaluation" for name in point.metrics)
         self._metrics = (self._metrics if evaluated else kept) | dict(point.metrics)

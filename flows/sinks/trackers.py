@@ -32,8 +32,8 @@ class TensorBoardFiles:
 
 class WandbRun:
     """A run of Weights & Biases. Its own step only counts calls, for it drops whatever comes with a lower step than the
-    newest: an evaluation that ends after later steps, or steps that a later attempt trains again. Ours is a metric, which
-    it is told to draw all others over."""
+    newest: an evaluation that ends after later steps, or steps that a later attempt trains again. Ours is a metric,
+    which it is told to draw all others over."""
 
     def __init__(self, project: str, run_id: str) -> None:
         self._run = import_module("wandb").init(project=project, name=run_id, id=run_id, resume="allow")

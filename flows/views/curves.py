@@ -57,7 +57,8 @@ class Line:
 
 
 def lines(label: str, curves: Sequence[Line], *, restarts: Sequence[int] = (), zero: bool = False) -> str:
-    """Curves over steps; a dotted line where a later attempt took over. `zero` lets the y axis begin there unless a value is below."""
+    """Curves over steps; a dotted line where a later attempt took over.
+    `zero` lets the y axis begin there unless a value is below."""
     with mpl.rc_context(STYLE):
         figure, axes = _axes()
         for curve in curves:

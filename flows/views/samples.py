@@ -53,7 +53,8 @@ class Sample:
 
 
 def sample_rollouts(store: ObjectStore, names: Sequence[LedgerName]) -> list[Sample]:
-    """Samples from these ledger files of steps: best, worst, then random by step. Parts already deleted are left out."""
+    """Samples from these ledger files of steps: best, worst, then random by step.
+    Parts already deleted are left out."""
     places = [place for index in spread(len(names), LEDGER_FILES) for place in _places(store, names[index])]
     samples = (_read(store, kind, place) for kind, place in choose(places))
     return [sample for sample in samples if sample is not None]

@@ -1,5 +1,5 @@
-"""What each step measured: the figures in the ledger's footers, joined with the refits that followed the steps, and what
-the flow measured when it saw them.
+"""What each step measured: the figures in the ledger's footers, joined with the refits that followed the steps, and
+what the flow measured when it saw them.
 
 Contract: of the ledger only the ends of files and small records are read, never rows; of metrics/, a bounded number of
 chunks. Metrics that a step did not have, or that were not finite, are missing.

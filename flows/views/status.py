@@ -34,8 +34,8 @@ def status(store: ObjectStore) -> dict[str, Any]:
     """The state of a run as plain JSON values; what is not known yet is None.
 
     `leased` counts the ordinals that are trained, dropped, buffered or in flight; `lag` and `tokens` are those of the
-    living history; `evaluation` is its newest one; `tokens_per_second` counts generated tokens of trained groups over the last few steps of the
-    living attempt. Raise RunRefused when the store holds no run.
+    living history; `evaluation` is its newest one; `tokens_per_second` counts generated tokens of trained groups over
+    the last few steps of the living attempt. Raise RunRefused when the store holds no run.
     """
     run = recorded_run(store)
     newest, step = newest_footer(store), newest_footer(store, steps_only=True)

@@ -70,9 +70,10 @@ def trace(store: ObjectStore, ordinal: int, chat: Chat | None = None) -> Record:
     """The life of `ordinal` as plain JSON values; token texts are None without `chat`.
 
     leases[]: attempt, lease, living, dispatched_at, stamp, target_step, failures, and
-      parts[]: part, last, returned, collected, cost with the columns COST, and rows[] with the columns ROW, reward_components, version_spans,
-        messages, seconds, advantage and tokens[]: position, id, text, engine, trainer, difference (nats), stamp, lag,
-        masked; a part that gc collected has no rows, and is known from a decision about its group;
+      parts[]: part, last, returned, collected, cost with the columns COST, and
+        rows[] with the columns ROW, reward_components, version_spans, messages, seconds, advantage and
+          tokens[]: position, id, text, engine, trainer, difference (nats), stamp, lag, masked;
+        a part that gc collected has no rows, and is known from a decision about its group;
       decisions[]: the columns DECISION and living.
     Advantage, trainer log-probs, lag and mask are those of the step that trained the group; None if none did.
     """

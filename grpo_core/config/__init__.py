@@ -115,10 +115,10 @@ __all__ = [
     "WarmStart",
 ]
 
-# What a canary may differ by, nats for each nat of a token's log-prob: three to five times what a right engine does on text.
-# SmolLM2-135M is off by 2e-5 where all is float32, by 0.02 where only the weights were rounded to bfloat16, and by 0.11
-# where all is computed in it. Of its thirty layers, one whose query projection is random makes 0.48, one without its last
-# matrices 9.7.
+# What a canary may differ by, nats for each nat of a token's log-prob: three to five times what a right engine does on
+# text. SmolLM2-135M is off by 2e-5 where all is float32, by 0.02 where only the weights were rounded to bfloat16, and
+# by 0.11 where all is computed in it. Of its thirty layers, one whose query projection is random makes 0.48, one
+# without its last matrices 9.7.
 EXACT_CANARY, ROUNDED_WEIGHTS_CANARY, ROUNDED_CANARY = 1e-4, 0.1, 0.3
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -156,7 +156,8 @@ class RunConfig(Section):
 
     @property
     def canary_tolerance(self) -> float:
-        """How far an engine may be from the trainer: as configured, or several times what rounding alone makes of it."""
+        """How far an engine may be from the trainer:
+        as configured, or several times what rounding alone makes of it."""
         if self.refit.canary_tolerance is not None:
             return self.refit.canary_tolerance
         if self.model.dtype != "float32":
@@ -344,7 +345,8 @@ class RunConfig(Section):
 
     @property
     def most_generated(self) -> int:
-        """Generated tokens that a sequence can have: those of one turn, or of a whole rollout where it may have several."""
+        """Generated tokens that a sequence can have: those of one turn,
+        or of a whole rollout where it may have several."""
         generation, several = self.generation, bool(self.generation.tools) or self.environment.kind != "none"
         longest = self.model.context_length if several else generation.max_completion_length
         return min(longest, generation.max_rollout_length or longest)

@@ -11,7 +11,8 @@ from grpo_core.config.section import Importable, PositiveInt, Section
 
 
 class ReasoningGymData(Section):
-    """Tasks of the library reasoning-gym; the held-out split has its own seed and shares no question with the train split."""
+    """Tasks of the library reasoning-gym; the held-out split has its own seed
+    and shares no question with the train split."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     task: str = Field("chain_sum", min_length=1, description="Name of the task in reasoning-gym")

@@ -46,7 +46,8 @@ class TinyModel(Section):
 
 class WarmStart(Section):
     """A supervised phase on the train split before version 0, so that reinforcement starts from a policy that is
-    sometimes right. `wrong_share` of the demonstrations carry a wrong answer: the policy then knows more than it says."""
+    sometimes right. `wrong_share` of the demonstrations carry a wrong answer:
+    the policy then knows more than it says."""
 
     steps: PositiveInt = Field(600, description="Optimizer steps")
     batch_size: PositiveInt = Field(64, description="Demonstrations of one step")

@@ -87,8 +87,8 @@ def source_advantages(
 def whitened(advantages: Floats, counts: npt.ArrayLike, *, least: float = 1e-6) -> Floats:
     """(advantage - mean) / deviation over a whole step, where each entry counts `counts` times (same shape): once per
     rollout as in GDPO, or once per trained token as in REINFORCE++ (Hu 2025). Entries that count 0 times become 0.
-    Equal advantages become 0. A deviation below `least`, which may be the rounding residue of a sum over sources, counts
-    as that much."""
+    Equal advantages become 0. A deviation below `least`,
+    which may be the rounding residue of a sum over sources, counts as that much."""
     times = np.asarray(counts, dtype=np.float64)
     counted = times > 0
     if not counted.any():

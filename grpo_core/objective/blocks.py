@@ -26,7 +26,8 @@ CPU_BLOCK_TOKENS = 262144
 
 
 class Trained(NamedTuple):
-    """The trained tokens of a few whole sequences: floating-point tensors [tokens] by name, and whose tokens they are."""
+    """The trained tokens of a few whole sequences:
+    floating-point tensors [tokens] by name, and whose tokens they are."""
 
     tensors: dict[str, Tensor]
     segments: Segments
@@ -41,7 +42,8 @@ class Trained(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Flat tensors [tokens] by name, bool which tokens are trained, how many, and their sequences' numbers, ascending."""
+    """Flat tensors [tokens] by name, bool which tokens are trained, how many,
+    and their sequences' numbers, ascending."""
 
     tensors: dict[str, Tensor]
     mask: Tensor

@@ -80,8 +80,8 @@ class CreditSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """`advantages` and bool `trained`, `rewarded` (a reward above 0, as the shard has it): [groups, members]. `metrics`:
-    name → (numerator, denominator)."""
+    """`advantages` and bool `trained`, `rewarded` (a reward above 0, as the shard has it): [groups, members].
+    `metrics`: name → (numerator, denominator)."""
 
     advantages: Floats
     trained: Mask

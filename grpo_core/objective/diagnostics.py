@@ -58,8 +58,8 @@ def mismatch(current: Tensor, old: Tensor, behaviour: Tensor) -> Metrics:
 
 @torch.no_grad()
 def ratio_extremes(ratio: Tensor, limited: Tensor, side: Tensor, segments: Segments) -> dict[str, Tensor]:
-    """RATIO_EXTREMES of trained tokens: of their ratios, of the ratios as used, and of the shares of a sequence that are
-    held from below (`side` positive) and from above (negative). Empty when there is no token."""
+    """RATIO_EXTREMES of trained tokens: of their ratios, of the ratios as used, and of the shares of a sequence that
+    are held from below (`side` positive) and from above (negative). Empty when there is no token."""
     if not segments.tokens:
         return {}
     low, high = (segments.means(indicator(compare, side, 0.0)) for compare in (torch.gt, torch.lt))

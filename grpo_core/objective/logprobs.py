@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from grpo_core.objective.tiles import Head, Scan, Targets, Tile, Upstream, accumulate, product, tiles_of, usable
 
-# On a CPU two tiles of float32 stay near the second-level cache. On a GPU a tile takes longer than starting its kernels,
-# and is square, since what its products with both sides add to gradients is least then.
+# On a CPU two tiles of float32 stay near the second-level cache. On a GPU a tile takes longer than starting its
+# kernels, and is square, since what its products with both sides add to gradients is least then.
 CPU_TILE = Tile(512, 2048)
 GPU_TILE = Tile(8192, 8192)
 # Tensor cores are fastest where the sides of a tile are multiples of this.

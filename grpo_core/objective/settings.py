@@ -88,7 +88,8 @@ class Denominators:
     """What the sums of a whole optimizer step, all ranks and micro-batches, are divided by.
 
     `tokens`: trained tokens; `sequences`: sequences with at least one; `constant`: for dr_grpo, the sequences times the
-    generated tokens that a rollout may have; `positive_tokens`: trained tokens of rewarded rollouts, for positive_nll_weight.
+    generated tokens that a rollout may have; `positive_tokens`:
+    trained tokens of rewarded rollouts, for positive_nll_weight.
     """
 
     tokens: float

@@ -53,8 +53,8 @@ class Head(NamedTuple):
         return self.before if self.after is None else self.before * self.after
 
     def on(self, one: Tensor) -> Head:
-        """The same as tensors like `one`, a scalar 1, which compiled code takes as they come, where it would be compiled
-        again for every new number."""
+        """The same as tensors like `one`, a scalar 1, which compiled code takes as they come, where it would be
+        compiled again for every new number."""
         return Head(one * self.before, None if self.after is None else one * self.after)
 
 

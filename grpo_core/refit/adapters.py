@@ -5,17 +5,17 @@
 Invariants:
 - A version is a new adapter with a name and a directory of its own, never a change of one that is loaded: requests in
   flight end under the adapter they began with, so no engine need be paused, and no cached prefix is another version's.
-- Where requests are to be drained first (`RefitSettings.pause_mode` is not keep), engines are paused around the loading,
-  and resumed whatever came of it: a failed load leaves no weights half-written.
+- Where requests are to be drained first (`RefitSettings.pause_mode` is not keep), engines are paused around the
+  loading, and resumed whatever came of it: a failed load leaves no weights half-written.
 - The name is the stamp, and a request names its adapter: so who asks knows which policy answered, token by token.
 - An adapter is complete, finite and on disk before an engine hears of it; an engine that fails is reported as broken.
 - Under every adapter lies the base, the frozen weights of version 0, which an engine is given once in an attempt by an
   ordinary refit: so its stamp tells whether it has them, also after it was started again.
-- The newest adapters of the attempt stay (a request may just be on its way to them), and so does every one that a request
-  names. Those of attempts before it, which are dead, go.
+- The newest adapters of the attempt stay (a request may just be on its way to them), and so does every one that a
+  request names. Those of attempts before it, which are dead, go.
 
-The engines need `--enable-lora`, a rank of at least the adapter's, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and the directory
-under the same path as the trainer. The canary is asked token by token, see `rollout.wire.next_token_request`.
+The engines need `--enable-lora`, a rank of at least the adapter's, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and the
+directory under the same path as the trainer. The canary is asked token by token, see `rollout.wire.next_token_request`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def engines_without_base(
     *,
     control: Callable[[EngineAddress], EngineControl] = EngineControl,
 ) -> tuple[EngineAddress, ...]:
-    """Those whose weights were not stamped in this attempt, or that do not say; whatever else they carry, it is not known
-    to be the base."""
+    """Those whose weights were not stamped in this attempt, or that do not say;
+    whatever else they carry, it is not known to be the base."""
     stamps: dict[str, str] = {}
     phases = Phases({engine.name: control(engine) for engine in engines})
     phases.run(
@@ -101,8 +101,9 @@ def refit_adapter(
     fence: Callable[[], None] = lambda: None,
     control: Callable[[EngineAddress], EngineControl] = EngineControl,
 ) -> RefitResult:
-    """Give `engines` the adapter called `stamp`, kept below `directory`, and first the `base` to those that lack it. Only
-    these are paused, unless requests are to be drained. `fence` raises Fenced when a newer attempt owns the run, and with it the engines.
+    """Give `engines` the adapter called `stamp`, kept below `directory`, and first the `base` to those that lack it.
+    Only these are paused, unless requests are to be drained. `fence` raises Fenced when a newer attempt owns the run,
+    and with it the engines.
 
     Raises ManifestError before any engine hears of it when the adapter is not finite or not of one rank, and
     RefitFailed when no engine is left.
@@ -126,7 +127,8 @@ def refit_adapter(
     )
     broken = (*given.broken, *phases.broken)
     if new and not broken:
-        # Later calls for the same version are for engines that joined late, and know nothing of what others have loaded.
+        # Later calls for the same version are for engines that joined late,
+        # and know nothing of what others have loaded.
         _delete_directories(directory, kept, stamp.attempt)
     if not phases.alive:
         raise RefitFailed(stamp, broken)
@@ -263,16 +265,16 @@ def _unload(engine: EngineControl, attempt: int, deadline_seconds: float) -> set
 
 
 def _delete_directories(directory: Path, kept: Collection[str], attempt: int) -> None:
-    """Delete the adapters that no engine has loaded (engines read a loaded one again when they need its room), and what a
-    killed trainer left half-written."""
+    """Delete the adapters that no engine has loaded (engines read a loaded one again when they need its room), and what
+    a killed trainer left half-written."""
     names = [path.name for path in directory.iterdir()]
     for name in [*unloadable(names, kept, attempt), *(name for name in names if name.endswith(UNFINISHED))]:
         shutil.rmtree(directory / name)
 
 
 def unloadable(loaded: Collection[str], in_use: Collection[str], attempt: int) -> list[str]:
-    """Which adapters to unload in an attempt, oldest first: ours that no request names, all of earlier attempts and all but
-    the newest of this one. Pure."""
+    """Which adapters to unload in an attempt, oldest first: ours that no request names, all of earlier attempts and all
+    but the newest of this one. Pure."""
     ours: list[Stamp] = []
     for name in loaded:
         try:

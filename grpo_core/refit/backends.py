@@ -32,7 +32,8 @@ def transfer_of(config: RunConfig, store: ObjectStore, *, fence: Callable[[], No
 
 
 def store_address(config: RunConfig, store: ObjectStore) -> StoreAddress:
-    """The run's store as an engine opens it: a local one by its absolute path, since engines have their own directory."""
+    """The run's store as an engine opens it: a local one by its absolute path,
+    since engines have their own directory."""
     return StoreAddress(
         url=_url(store),
         options=config.storage.options,

@@ -21,8 +21,8 @@ class CanaryFailed(RuntimeError):
 class Canary:
     """`logprobs[i]` is the trainer's log-prob (nats, temperature 1) of `token_ids[i + 1]` given those before it.
 
-    `tolerance` bounds the difference per nat (absolute up to one nat): in float32 1e-4, in lower precision a few times the
-    difference that a correct engine shows (`RunConfig.canary_tolerance`).
+    `tolerance` bounds the difference per nat (absolute up to one nat): in float32 1e-4, in lower precision a few times
+    the difference that a correct engine shows (`RunConfig.canary_tolerance`).
     """
 
     token_ids: tuple[int, ...]
@@ -61,8 +61,8 @@ def canary_tokens(prompts: Iterable[Sequence[int]], context: int) -> tuple[int, 
 
 
 def check_canary(engine: str, canary: Canary, scores: Sequence[float], places: Sequence[int] | None = None) -> float:
-    """The largest absolute difference (nats) to the trainer; CanaryFailed above the tolerance or on NaN. `scores` are of
-    all of `canary.logprobs`, or of those at `places`."""
+    """The largest absolute difference (nats) to the trainer; CanaryFailed above the tolerance or on NaN. `scores` are
+    of all of `canary.logprobs`, or of those at `places`."""
     expected = canary.logprobs if places is None else [canary.logprobs[place] for place in places]
     if len(scores) != len(expected):
         raise CanaryFailed(f"engine {engine} scored {len(scores)} of {len(expected)} canary tokens; replace it")

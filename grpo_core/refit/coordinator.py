@@ -192,7 +192,8 @@ def check_engines(
     settings: RefitSettings,
     differences: dict[str, float],
 ) -> None:
-    """Compare every engine with the trainer; stop those that differ. `check` returns the largest difference, or raises."""
+    """Compare every engine with the trainer; stop those that differ.
+    `check` returns the largest difference, or raises."""
 
     def check_or_stop(engine: EngineControl) -> None:
         try:

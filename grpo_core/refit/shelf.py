@@ -1,9 +1,10 @@
 """The newest versions of the policy on an engine's host: fetched from the store once, shared by all workers there.
 
 Invariants: a file is named by its version and by the digest of its manifest, and has that name only when every tensor's
-digest was that of the manifest, so a file that is there is right, whichever run made it; one process fetches while the others wait for its lock, which the kernel releases with the process; a version
-is fetched as the difference to one that is on the shelf wherever the chain allows it. The newest two stay, so that the
-next difference finds its base and a file that is being read keeps its name.
+digest was that of the manifest, so a file that is there is right, whichever run made it; one process fetches while the
+others wait for its lock, which the kernel releases with the process; a version is fetched as the difference to one that
+is on the shelf wherever the chain allows it. The newest two stay, so that the next difference finds its base and a file
+that is being read keeps its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The policy's weights as an engine wants them: full, unsharded, named and shaped as in a Hugging Face checkpoint.
 
-In memory a model may hold them otherwise, all experts of a layer as one tensor for instance; transformers knows what its
-loader did and undoes it when it saves, and so do these gathers.
+In memory a model may hold them otherwise, all experts of a layer as one tensor for instance; transformers knows what
+its loader did and undoes it when it saves, and so do these gathers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def gather(model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device |
 
 
 def named_weights(model: torch.nn.Module) -> Named:
-    """What a checkpoint of `model` holds, as it is in memory, without the traces of wrappers in the names: parameters, those
-    that are tied under each of their names, and the buffers that are saved, such as a router's bias."""
+    """What a checkpoint of `model` holds, as it is in memory, without the traces of wrappers in the names: parameters,
+    those that are tied under each of their names, and the buffers that are saved, such as a router's bias."""
     return [(checkpoint_name(name), value) for name, value in model.state_dict(keep_vars=True).items()]
 
 

@@ -82,8 +82,8 @@ class Chat:
             answer, after = closed[len(held.text) :], whole[len(closed) :]
             kept = output_ids[: len(output_ids) - (output_ids[-1] in self.stop_token_ids)]
             if (end := self._end_of_turn(answer, output_ids[-1])) is not None:
-                # The end of the turn goes in and comes out again, so that what follows is tokenized as it is there. Where
-                # the turn ended by another token than the template's, the template's takes its place.
+                # The end of the turn goes in and comes out again, so that what follows is tokenized as it is there.
+                # Where the turn ended by another token than the template's, the template's takes its place.
                 return PromptText(whole, [*held.ids, *kept, *self._encoded(answer[end:] + after)])
             said = self.raw_text(output_ids)
             if answer.startswith(said):
@@ -93,7 +93,8 @@ class Chat:
         return PromptText(whole, self._encoded(whole))
 
     def _end_of_turn(self, answer: str, ended_by: int) -> int | None:
-        """Where the template ends an answer's turn: at the token that the answer ended by, or else at any that ends turns."""
+        """Where the template ends an answer's turn: at the token that the answer ended by,
+        or else at any that ends turns."""
         for tokens in ((ended_by,), self.stop_token_ids):
             ends = [str(self._tokenizer.decode([token])) for token in tokens if token in self.stop_token_ids]
             if (last := max((answer.rfind(end) for end in ends if end), default=-1)) >= 0:
@@ -138,8 +139,8 @@ class Chat:
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD for every half of a surrogate pair. One of them, as a policy may write it in JSON, can neither be
-    tokenized nor stored."""
+    """The text with U+FFFD for every half of a surrogate pair. One of them, as a policy may write it in JSON, can
+    neither be tokenized nor stored."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -30,8 +30,8 @@ class CallsHang(RuntimeError):
 
 
 def on_a_loop_of_its_own(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, for a thread that waits for it. Raises Exceptions only: foreign code may have left a task in the
-    loop, where nobody awaits it, and what that raises ends the loop when it is no Exception."""
+    """The result of `work`, for a thread that waits for it. Raises Exceptions only: foreign code may have left a task
+    in the loop, where nobody awaits it, and what that raises ends the loop when it is no Exception."""
     try:
         return asyncio.run(work)
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
@@ -109,7 +109,8 @@ class ForeignCalls:
         with self._lock:
             self._left_behind -= 1
         if outcome.exception() is None:
-            # A thread of its own, since the call may have returned in the very moment when we left it: we may be on the loop.
+            # A thread of its own, since the call may have returned in the very moment
+            # when we left it: we may be on the loop.
             threading.Thread(target=unwanted, args=(outcome.result(),), daemon=True, name=self._what).start()
 
 
@@ -149,8 +150,8 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 
 def _plain(error: BaseException) -> Exception:
-    """The error as one that says nothing about us: StopIteration and what is no Exception mean something else to whoever
-    awaits them."""
+    """The error as one that says nothing about us: StopIteration
+    and what is no Exception mean something else to whoever awaits them."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"it raised {error!r}")

@@ -6,9 +6,9 @@ Contract: the caller asks an engine for `prompt.ids` with at most `budget` token
 Invariants: a turn's prompt begins with the ids of the turn before, prompt and output, unless the chat template writes
 history anew (see `rollout.chat`); a turn cut off by its budget ends the rollout, and so does a prompt that no longer
 fits: both as `length`, whatever was reached till then stays and is scored. A call beyond
-generation.max_tool_calling_iterations is not made and ends the rollout as `tool_calls`. The environment sees every answer
-that is not made of calls of other tools alone, and the last one of these rollouts too, without its calls. What tools and
-environment say is cut at LONGEST_MESSAGE characters, and says so.
+generation.max_tool_calling_iterations is not made and ends the rollout as `tool_calls`. The environment sees every
+answer that is not made of calls of other tools alone, and the last one of these rollouts too, without its calls. What
+tools and environment say is cut at LONGEST_MESSAGE characters, and says so.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class Conversation:
             self.tool_usage.add(call.name, result.seconds, failed=result.failed)
 
     async def _last_step(self, answer: Answer) -> None:
-        """Let the environment see an answer after which the rollout ends whatever it says: it may be worth something."""
+        """Let the environment see an answer after which the rollout ends whatever it says:
+        it may be worth something."""
         if self.episode is not None:
             await self.episode.step(_assistant(Answer(answer.content), len(self.turns)))
 

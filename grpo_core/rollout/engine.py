@@ -56,8 +56,8 @@ class EngineClient:
     """The engine at `url`. `name` goes into turns and messages. The session is shared and not closed here. The
     key of the environment is sent.
 
-    `kept_caches`: the engine keeps its caches across refits, so a turn that began under another version than its salt is
-    refused. `adapters`: the policy is the adapter that is named like the salt (`refit.adapters`).
+    `kept_caches`: the engine keeps its caches across refits, so a turn that began under another version than its salt
+    is refused. `adapters`: the policy is the adapter that is named like the salt (`refit.adapters`).
 
     The session must allow as many connections as requests are to be in flight: an engine batches only what has
     reached it (aiohttp's default connector stops at 100).
@@ -95,8 +95,8 @@ class EngineClient:
         cache_salt: str,
         deadline_seconds: float,
     ) -> list[Turn | InvalidGeneration]:
-        """`n` continuations of one prompt by one request: the prompt is read once, the answers come together. In the place
-        of one that cannot be believed stands why.
+        """`n` continuations of one prompt by one request: the prompt is read once, the answers come together. In the
+        place of one that cannot be believed stands why.
 
         The engine derives a different seed for each choice from `seed`.
         """

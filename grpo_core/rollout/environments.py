@@ -1,14 +1,15 @@
 """Environments: what answers the policy between its turns. This is all that one has to offer.
 
 An instance is used for one rollout at a time: `reset`, then `step` after each answer that is not made of calls of
-generation.tools alone, then `reward` once, whatever ended the rollout. The last answer is seen too when it was cut off, or
-calls tools once more than generation.max_tool_calling_iterations; what `step` says to it is not heard. Methods may be
-plain or async; each call has the deadline environment.timeout_seconds. An instance is made once and reset often, and may
-be reset on another thread or event loop than before, never on two at once. All siblings of a prompt are reset with the
-same columns and seed, so that they are given the same task.
+generation.tools alone, then `reward` once, whatever ended the rollout. The last answer is seen too when it was cut off,
+or calls tools once more than generation.max_tool_calling_iterations; what `step` says to it is not heard. Methods may
+be plain or async; each call has the deadline environment.timeout_seconds. An instance is made once and reset often, and
+may be reset on another thread or event loop than before, never on two at once. All siblings of a prompt are reset with
+the same columns and seed, so that they are given the same task.
 
-A call that raises, is late or returns what `environment_output` refuses fails its rollout, which is tried again in another
-instance; the failed one is closed, be it while its late call still runs, and never used again. It is never a reward of zero.
+A call that raises, is late or returns what `environment_output` refuses fails its rollout, which is tried again in
+another instance; the failed one is closed, be it while its late call still runs, and never used again.
+It is never a reward of zero.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Environment(Protocol):
         """
 
     def step(self, answer: Message) -> Step | Awaitable[Step]:
-        """Answer one assistant message: `content`, and `tool_calls` for calls of the environment's own tools, where they
-        are to be made."""
+        """Answer one assistant message: `content`, and `tool_calls` for calls of the environment's own tools,
+        where they are to be made."""
 
     def reward(self) -> float | Awaitable[float | None] | None:
         """The reward of the whole episode; None where it cannot be told."""

@@ -41,14 +41,14 @@ Output = TypeVar("Output")
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment raised, was late, or returned what it must not; the message names the environment, the call and the
-    cause."""
+    """An environment raised, was late, or returned what it must not;
+    the message names the environment, the call and the cause."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """One rollout's use of an instance. Its calls raise EnvironmentFailed, and then `failed` is true, or CallsHang; `usage`
-    has their times."""
+    """One rollout's use of an instance. Its calls raise EnvironmentFailed, and then `failed` is true, or CallsHang;
+    `usage` has their times."""
 
     environment: Environment
     timeout_seconds: float
@@ -57,7 +57,8 @@ class Episode:
     usage: UsageTally = field(default_factory=UsageTally)
 
     async def reset(self, columns: Mapping[str, Any], seed: int) -> Opening:
-        # Siblings share their columns, and history must not change with an answer; environments may change what they get.
+        # Siblings share their columns, and history must not change with an answer;
+        # environments may change what they get.
         return await self._call("reset", checked_opening, copy.deepcopy(dict(columns)), seed)
 
     async def step(self, answer: Message) -> Step:
@@ -170,8 +171,8 @@ class Episodes:
 
 
 def open_episodes(config: EnvironmentConfig) -> Episodes | None:
-    """The instances of the configured environment, None without one. Raise ValueError for one that cannot be imported or
-    loaded."""
+    """The instances of the configured environment, None without one.
+    Raise ValueError for one that cannot be imported or loaded."""
     if isinstance(config, NoEnvironment):
         return None
     return Episodes(_maker(config), instances=config.instances, timeout_seconds=config.timeout_seconds)

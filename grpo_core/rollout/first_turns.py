@@ -11,11 +11,11 @@ Ask = Callable[[Sequence[int], int, int], Awaitable[Sequence[Turn | Exception]]]
 
 
 class FirstTurns:
-    """Where `count` siblings meet. `ask(ids, n, number)` gets n turns for a prompt, or for each why it is none; `number`
-    tells the requests apart.
+    """Where `count` siblings meet. `ask(ids, n, number)` gets n turns for a prompt, or for each why it is none;
+    `number` tells the requests apart.
 
-    Each sibling calls `turn` or `give_up`, once; when the last has done so, the requests are sent. Normally that is one:
-    siblings differ in their prompts only when their environment opens differently for the same seed.
+    Each sibling calls `turn` or `give_up`, once; when the last has done so, the requests are sent. Normally that is
+    one: siblings differ in their prompts only when their environment opens differently for the same seed.
     """
 
     def __init__(self, count: int, ask: Ask) -> None:

@@ -1,12 +1,12 @@
 """From one prompt to one whole, scored group, as rows of a shard.
 
 Invariants: token ids go in and out, what was generated is never tokenized again; every request has a seed derived from
-(run seed, ordinal, rollout, turn). Siblings with the same prompt share their first turn as one request, for whose answers
-the engine derives seeds of its own; one of them that cannot be believed is asked for again alone, and no sibling waits for
-it. A rollout that fails is tried again within its budget; when one fails for good the whole group becomes a tombstone, one
-row with status `failed` and the cause, never a zero reward, unless generation.min_group_members lets the survivors be a
-group of their own. That no engine is to be had is not the prompt's fault: NoEngine goes to the caller, who gives the
-prompt back.
+(run seed, ordinal, rollout, turn). Siblings with the same prompt share their first turn as one request, for whose
+answers the engine derives seeds of its own; one of them that cannot be believed is asked for again alone, and no
+sibling waits for it. A rollout that fails is tried again within its budget; when one fails for good the whole group
+becomes a tombstone, one row with status `failed` and the cause, never a zero reward, unless
+generation.min_group_members lets the survivors be a group of their own. That no engine is to be had is not the prompt's
+fault: NoEngine goes to the caller, who gives the prompt back.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Generator:
         return [tombstone_row(self.config, prompt, cause, effort or Effort())]
 
     async def rollouts(self, task: Task, count: int) -> list[Rollout | RolloutFailed]:
-        """`count` rollouts of one prompt, each or why it failed for good. Raise NoEngine, or EnvironmentFailed when there
-        is no room for them."""
+        """`count` rollouts of one prompt, each or why it failed for good. Raise NoEngine, or EnvironmentFailed when
+        there is no room for them."""
 
         async def ask(ids: Sequence[int], n: int, number: int) -> Sequence[Turn | TurnDiscarded]:
             name, seed = f"{task.name}-{number}", derived_seed(*task.seeds, number)

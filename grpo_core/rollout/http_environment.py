@@ -114,6 +114,7 @@ def _object(path: str, text: str) -> dict[str, Any]:
 
 
 def _listed(said: Mapping[str, Any], name: str) -> Any:
-    """What the answer has under a name that may be missing or null. What it must be is checked with every environment's."""
+    """What the answer has under a name that may be missing or null.
+    What it must be is checked with every environment's."""
     value = said.get(name)
     return tuple(value or ()) if value is None or isinstance(value, list) else value

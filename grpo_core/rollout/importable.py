@@ -9,7 +9,8 @@ from typing import Any
 
 
 def imported(name: str, purpose: str) -> Callable[..., Any]:
-    """What `module:name` stands for; the name may have dots. Raise ValueError with one sentence that begins with `purpose`."""
+    """What `module:name` stands for; the name may have dots.
+    Raise ValueError with one sentence that begins with `purpose`."""
     module, _, path = name.partition(":")
     try:
         found = reduce(getattr, path.split("."), importlib.import_module(module))

@@ -31,7 +31,8 @@ class EngineSpec:
 
     `kv_cache_bytes` is required on CPU, where the engine would otherwise take a share of the whole memory and a
     second engine would fail; on GPU None leaves the choice to `gpu_memory_utilization`. Two engines need two
-    seeds: unseeded draws of engines with one seed are the same. `lora_rank`: the engine can load adapters up to that rank.
+    seeds: unseeded draws of engines with one seed are the same.
+    `lora_rank`: the engine can load adapters up to that rank.
     """
 
     model: str

@@ -54,8 +54,8 @@ def next_limit(limit: int | None, now: EngineLoad, before: EngineLoad, *, in_fli
 
 
 def pool_metrics(looks: Iterable[tuple[EngineLoad, EngineLoad]]) -> dict[str, float]:
-    """The pool's numbers from (now, before) of each engine: sums of requests and evictions, the fullest cache, the share of
-    prompt tokens that were found in a cache since the look before; that last one only when there were any."""
+    """The pool's numbers from (now, before) of each engine: sums of requests and evictions, the fullest cache, the
+    share of prompt tokens that were found in a cache since the look before; that last one only when there were any."""
     looks = list(looks)
     if not looks:
         return {}

@@ -1,8 +1,8 @@
 """Room for a bounded number of things at once, shared out in the order in which it was asked for.
 
-Invariants: whoever asks gets all its places at once, or waits with none, so that two never wait for each other's; nobody
-is overtaken, so that nobody waits for ever behind smaller ones: the oldest group is also the one that is needed first;
-more places than there are may be had by one alone. Thread-safe; used from many event loops.
+Invariants: whoever asks gets all its places at once, or waits with none, so that two never wait for each other's;
+nobody is overtaken, so that nobody waits for ever behind smaller ones: the oldest group is also the one that is needed
+first; more places than there are may be had by one alone. Thread-safe; used from many event loops.
 """
 
 from __future__ import annotations

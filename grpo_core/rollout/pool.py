@@ -34,9 +34,10 @@ def is_overdue(request: InFlight, oldest: int, *, masked: bool, adapters: bool) 
     """Whether for certain nothing of what a request still brings can be trained, when no step to come admits tokens of
     versions before `oldest`. Pure.
 
-    Where a token beyond the window costs the whole group (grpo.async_grpo.stale_policy=drop or wait), the version that the
-    rollout began under decides. Where such tokens are only `masked`, the next token of a request is of the newest version
-    and admissible, however old the rollout is; unless requests name `adapters`, under which each of them then ends.
+    Where a token beyond the window costs the whole group (grpo.async_grpo.stale_policy=drop or wait), the version that
+    the rollout began under decides. Where such tokens are only `masked`, the next token of a request is of the newest
+    version and admissible, however old the rollout is;
+    unless requests name `adapters`, under which each of them then ends.
     """
     if not masked:
         return request.since.version < oldest
@@ -64,8 +65,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request that an engine is at. `since` is the version its rollout began under, `asked` the one that was live when
-    the request was sent."""
+    """A request that an engine is at. `since` is the version its rollout began under, `asked` the one that was live
+    when the request was sent."""
 
     request_id: str
     engine: str

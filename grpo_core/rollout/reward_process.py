@@ -3,8 +3,8 @@
 `call` ends with the answer, with RewardError for what is the group's own fault, or with WorkerLost when the process was
 lost and any of its groups may be to blame. A process that says what no worker says is ended, and so is lost.
 
-A process is over when it has exited, though something that was forked from it may hold its output open for ever; with it
-ends whatever it started in its session. Ending one never raises, so that nothing hides why it was ended.
+A process is over when it has exited, though something that was forked from it may hold its output open for ever; with
+it ends whatever it started in its session. Ending one never raises, so that nothing hides why it was ended.
 """
 
 from __future__ import annotations

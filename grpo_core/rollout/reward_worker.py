@@ -8,8 +8,8 @@ a worker that does not tick is held up as a whole, as by a regular expression th
 
 Every group has a thread and an event loop of its own, so that none waits for another. Whatever a function raises is an
 answer at once, except that it may end the process. Neither it nor a process that it starts has our input or output. The
-input closes when the parent ends, however it ends; the worker then ends at once, in the middle of a call too, together with
-what was started from it.
+input closes when the parent ends, however it ends; the worker then ends at once, in the middle of a call too, together
+with what was started from it.
 """
 
 from __future__ import annotations

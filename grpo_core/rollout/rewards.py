@@ -100,8 +100,8 @@ class RewardWorkers:
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> Future[Scores]:
-        """Score one group of equally long lists. The future raises RewardError on an exception, a crash, the deadline or
-        after `close`; cancelling it gives the group up. Until it is its turn a group waits without a deadline, since
+        """Score one group of equally long lists. The future raises RewardError on an exception, a crash, the deadline
+        or after `close`; cancelling it gives the group up. Until it is its turn a group waits without a deadline, since
         whoever is before it has one."""
         call = {
             "prompts": prompts,
@@ -187,14 +187,15 @@ class RewardWorkers:
         return Scores(components, rewards, taken - began, time.monotonic() - taken)
 
     async def _components(self, call: dict[str, Any]) -> tuple[Components, float]:
-        """The answer of a worker; of one that has nothing else to do, if the first was lost. And when the first took it."""
+        """The answer of a worker; of one that has nothing else to do, if the first was lost.
+        And when the first took it."""
         try:
             async with self._slot():
                 taken = time.monotonic()
                 await self._fill()
                 worker = min(self._workers, key=lambda worker: worker.load)
-                # A worker cannot be told to stop. A group that is given up is scored to its end or its deadline, so that one
-                # that hangs costs its worker whether somebody waits for it or not.
+                # A worker cannot be told to stop. A group that is given up is scored to its end or its deadline, so
+                # that one that hangs costs its worker whether somebody waits for it or not.
                 scoring = asyncio.ensure_future(worker.call(call))
                 self._scoring.add(scoring)
                 scoring.add_done_callback(self._scored)

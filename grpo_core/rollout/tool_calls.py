@@ -6,8 +6,8 @@
     pythonic  the whole answer is [name(argument=value, …), …] with literal values
 
 A call that is begun but malformed is a call too: it has a `fault` and no name, so that the policy can be told. The
-arguments of a call without a fault are plain JSON values, nested no deeper than DEEPEST: whoever copies, sends or renders
-them may rely on it.
+arguments of a call without a fault are plain JSON values, nested no deeper than DEEPEST: whoever copies, sends or
+renders them may rely on it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
 # Levels of arguments; no tool needs so many, and beyond some hundred neither templates nor copies can go.
 DEEPEST = 32
-# What json and ast raise about text; a policy nests as deeply and writes as odd literals as it likes. A SystemError comes
-# from Pythons before 3.11.8, when two threads parse at once.
+# What json and ast raise about text; a policy nests as deeply and writes as odd literals as it likes. A SystemError
+# comes from Pythons before 3.11.8, when two threads parse at once.
 UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, SystemError)
 
 

@@ -2,8 +2,9 @@
 
 Invariants: every call of a turn gets exactly one tool message, in the order of the calls; what goes wrong in a tool, a
 call of an unknown tool, wrong arguments and a missed deadline are messages too, for the policy to read, and never
-end its rollout. The calls of a turn run side by side, each with its tool's own deadline. A plain tool that never returns
-leaves its thread behind; when very many have, it is not the policy that must know: CallsHang ends the lease with the cause.
+end its rollout. The calls of a turn run side by side, each with its tool's own deadline. A plain tool that never
+returns leaves its thread behind; when very many have, it is not the policy that must know:
+CallsHang ends the lease with the cause.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Toolbox:
 
     @classmethod
     def of(cls, named: Sequence[ToolFunction], *, timeout_seconds: float) -> Toolbox:
-        """The named tools; `timeout_seconds` is for those that have none of their own. Raise ToolError for one that cannot
-        be imported or described."""
+        """The named tools; `timeout_seconds` is for those that have none of their own. Raise ToolError for one that
+        cannot be imported or described."""
         tools: dict[str, Tool] = {}
         schemas = []
         for each in named:

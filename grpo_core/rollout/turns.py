@@ -1,7 +1,7 @@
 """From a prompt's token ids to turns: one request, made again on other engines within its budget.
 
-Invariants: every request has a deadline, a seed and an id of its own; an answer that cannot be believed costs itself, not the
-others of its request. That no engine is to be had is not the prompt's fault: NoEngine goes to the caller.
+Invariants: every request has a deadline, a seed and an id of its own; an answer that cannot be believed costs itself,
+not the others of its request. That no engine is to be had is not the prompt's fault: NoEngine goes to the caller.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TurnDiscarded(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Task:
     """What the rollouts of one prompt have in common. `name` begins the ids of their requests; `seeds` are what all
-    their seeds are derived from; `cancellable` says whether a request may be cut off when it is too old to be trained on.
-    `effort` counts what they cost."""
+    their seeds are derived from; `cancellable` says whether a request may be cut off when it is too old to be trained
+    on. `effort` counts what they cost."""
 
     prompt: Prompt
     session: aiohttp.ClientSession
@@ -56,9 +56,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`count` continuations of one prompt, of at most `max_tokens` each, by one request: the prompt is read once, and the
-    server's own work per rollout falls fourfold. `prefixes` as in `Pool.engine`. `since` is the version under which a
-    rollout began that has earlier turns."""
+    """`count` continuations of one prompt, of at most `max_tokens` each, by one request: the prompt is read once, and
+    the server's own work per rollout falls fourfold. `prefixes` as in `Pool.engine`. `since` is the version under which
+    a rollout began that has earlier turns."""
 
     name: str
     ids: Sequence[int]
@@ -80,9 +80,9 @@ class Turns:
     async def ask(
         self, task: Task, request: Request, discarded: TurnDiscarded | None = None
     ) -> Sequence[Turn | TurnDiscarded]:
-        """The answers to a request, tried on other engines within the budget, of which `discarded` has spent a part. Raise
-        RolloutFailed when none could be had, NoEngine, or TurnAborted when a later turn of a rollout was cut off from
-        outside because of those before it."""
+        """The answers to a request, tried on other engines within the budget, of which `discarded` has spent a part.
+        Raise RolloutFailed when none could be had, NoEngine, or TurnAborted when a later turn of a rollout was cut off
+        from outside because of those before it."""
         attempts = self.config.generation.max_rollout_attempts
         cause: Exception | None = discarded
         spent = 0 if discarded is None else discarded.spent
@@ -101,7 +101,8 @@ class Turns:
                     if request.since is not None and self.config.grpo.async_grpo.stale_policy != "mask":
                         raise TurnAborted(str(error)) from error
                 elif blames_engine(error) and tried < attempts:
-                    # An engine that just died is ejected within a second; asking it again at once would spend the budget.
+                    # An engine that just died is ejected within a second;
+                    # asking it again at once would spend the budget.
                     await asyncio.sleep(min(8.0, 0.5 * 2**tried))
         raise RolloutFailed(f"{attempts} attempts failed, the last with: {cause}") from cause
 
@@ -155,8 +156,8 @@ class Turns:
 
 
 def sorted_out(turns: Sequence[Turn | InvalidGeneration], engine: str, spent: int) -> Sequence[Turn | TurnDiscarded]:
-    """The answers of one request. Raise InvalidGeneration when no turn can be believed, and when the request was cut off:
-    its whole turns are then as old as the others."""
+    """The answers of one request. Raise InvalidGeneration when no turn can be believed, and when the request was cut
+    off: its whole turns are then as old as the others."""
     invalid = [turn for turn in turns if isinstance(turn, InvalidGeneration)]
     for cause in invalid:
         if len(invalid) == len(turns) or is_aborted(cause):

@@ -1,13 +1,15 @@
 """Environments written for the library verifiers, driven turn by turn.
 
-The library samples in a loop of its own; here the engine's tokens are ours, so only some of its parts are used, by their
-names and without importing it: `setup_state`, `env_response` with `is_completed`, the handlers that clean up after a
-rollout, and the rubric's functions with their weights. Arguments are passed by name to whoever takes them, which covers the
-library's older and newer signatures. Unlike in the library, a reward function that raises has failed and is not a zero.
+The library samples in a loop of its own; here the engine's tokens are ours, so only some of its parts are used, by
+their names and without importing it: `setup_state`, `env_response` with `is_completed`, the handlers that clean up
+after a rollout, and the rubric's functions with their weights. Arguments are passed by name to whoever takes them,
+which covers the library's older and newer signatures.
+Unlike in the library, a reward function that raises has failed and is not a zero.
 
 All rollouts share one environment, whose coroutines run on one event loop for all leases, as in the library; its plain
-functions run on threads, so that one that hangs is late alone. Each rollout is cleaned up after once: by the library when it
-finds the rollout completed, otherwise before the reward, as it would, or at the latest when the instance is reset or closed.
+functions run on threads, so that one that hangs is late alone. Each rollout is cleaned up after once: by the library
+when it finds the rollout completed, otherwise before the reward, as it would,
+or at the latest when the instance is reset or closed.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class Shared:
 def load(loader: Callable[..., Any], arguments: Mapping[str, Any]) -> Shared:
     """The environment that `loader` makes. Raise VerifiersError.
 
-    An environment of the library takes SIGINT and SIGTERM for itself, and would end the process in the middle of a step;
-    they go back to whoever had them.
+    An environment of the library takes SIGINT and SIGTERM for itself, and would end the process in the middle of a
+    step; they go back to whoever had them.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

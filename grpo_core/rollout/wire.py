@@ -22,13 +22,13 @@ REQUEST_PREFIX = "generate-tokens-"
 LOWEST_LOGPROB = -9998.0
 # How a whole turn ends: the model stopped, or its tokens ran out. An abort or an error cuts it anywhere.
 WHOLE = ("stop", LENGTH)
-# Reasons of InvalidGeneration that are nobody's fault: a turn that was cut off before its end, and one that is sound but
-# for the refit it waited through.
+# Reasons of InvalidGeneration that are nobody's fault: a turn that was cut off before its end, and one that is sound
+# but for the refit it waited through.
 ABORTED, OLD_SALT = "aborted", "salt"
 # Token ids and offsets are kept as 32 bits.
 NATURALS = range(2**31)
-# The priority of a canary under vLLM's `--scheduling-policy priority`, where less is sooner and requests have 0: it then
-# waits for one running sequence to end and not for all that wait. Without that policy vLLM ignores it.
+# The priority of a canary under vLLM's `--scheduling-policy priority`, where less is sooner and requests have 0: it
+# then waits for one running sequence to end and not for all that wait. Without that policy vLLM ignores it.
 CANARY_PRIORITY = -1
 
 
@@ -100,7 +100,8 @@ def generate_request(
 
 
 def score_request(token_ids: Sequence[int], cache_salt: str, *, model: str | None = None) -> dict[str, Any]:
-    """The request for the log-probs of a given sequence, at temperature 1, bypassing any cached prefix and all that wait."""
+    """The request for the log-probs of a given sequence, at temperature 1,
+    bypassing any cached prefix and all that wait."""
     return {
         **({} if model is None else {"model": model}),
         "token_ids": list(token_ids),
@@ -125,9 +126,9 @@ def score_request(token_ids: Sequence[int], cache_salt: str, *, model: str | Non
 def next_token_request(token_ids: Sequence[int], cache_salt: str, *, model: str) -> dict[str, Any]:
     """The request for the log-prob of the last token given those before it, at temperature 1, by the adapter `model`.
 
-    One step of an ordinary generation, because vLLM 0.32 on CPUs dies of a `prompt_logprobs` that shares a step with other
-    requests once adapters are enabled. The engine cuts the list of log-probs behind its own token, so the token is named
-    twice.
+    One step of an ordinary generation, because vLLM 0.32 on CPUs dies of a `prompt_logprobs` that shares a step with
+    other requests once adapters are enabled. The engine cuts the list of log-probs behind its own token,
+    so the token is named twice.
     """
     wanted = [token_ids[-1]] * 2
     request = score_request(token_ids[:-1], cache_salt, model=model)
@@ -147,11 +148,11 @@ def parse_turns(
     adapter: str | None = None,
     salt: str | None = None,
 ) -> list[Turn | InvalidGeneration]:
-    """The `n` choices of an answer in the order of their indices: turns, and of those that cannot be believed the cause.
-    Raises InvalidGeneration for an answer of which nothing can be believed.
+    """The `n` choices of an answer in the order of their indices: turns, and of those that cannot be believed the
+    cause. Raises InvalidGeneration for an answer of which nothing can be believed.
 
-    With an `adapter`, which is a stamp, every token is of that version: engines stamp only changes of the weights below.
-    `salt` is given where engines keep their caches across refits; a turn must then begin under that version.
+    With an `adapter`, which is a stamp, every token is of that version: engines stamp only changes of the weights
+    below. `salt` is given where engines keep their caches across refits; a turn must then begin under that version.
     """
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -177,9 +178,9 @@ def parse_turns(
 def check_first_span(turn: Turn, salt: str) -> None:
     """Raise InvalidGeneration for a turn that began under another version than the one it was salted with.
 
-    When engines keep their caches across refits, a request that waited through one finds the prefixes of its salt, which
-    are the old version's, and goes on from them with the new weights: its tokens match neither policy from the first one
-    on. Made again with the new salt it is exact.
+    When engines keep their caches across refits, a request that waited through one finds the prefixes of its salt,
+    which are the old version's, and goes on from them with the new weights: its tokens match neither policy from the
+    first one on. Made again with the new salt it is exact.
     """
     first = turn.spans[0]
     if str(Stamp(first.attempt, first.version)) != salt:
@@ -221,7 +222,8 @@ def _turn(choice: Mapping[str, Any], unfinished: Turn, adapter: str | None, salt
 
 
 def _natural(value: Any) -> int:
-    """A token id or an offset. Raises ValueError for what is none, on which a tokenizer or a shard would choke later."""
+    """A token id or an offset. Raises ValueError for what is none,
+    on which a tokenizer or a shard would choke later."""
     if type(value) is not int or value not in NATURALS:
         raise ValueError(f"{value!r} is not a natural number below {NATURALS.stop}")
     return value

@@ -33,7 +33,8 @@ class NothingAdmissible(RuntimeError):
 class Candidate:
     """A buffered group as admission sees it. `failure`: why it can never be trained, or None; `foreign`: it has tokens
     of weights that are not of the living history, so that their version number means nothing here; `target_step`: the
-    step that it was leased for, under `in_order`; `zero_variance`: no rollout did better or worse than another, so it teaches nothing."""
+    step that it was leased for, under `in_order`; `zero_variance`:
+    no rollout did better or worse than another, so it teaches nothing."""
 
     ordinal: int
     oldest_version: int
@@ -57,7 +58,8 @@ class Admission:
 
 @dataclass(slots=True)
 class Admissions:
-    """The decisions of one attempt, in their order. `hopeless_groups` in a row without an admissible one end the run."""
+    """The decisions of one attempt, in their order.
+    `hopeless_groups` in a row without an admissible one end the run."""
 
     window: Window
     hopeless_groups: int

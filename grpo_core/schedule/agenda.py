@@ -1,9 +1,9 @@
 """Which versions are to be evaluated, and what became of those that were due. Pure.
 
 While training goes on, one version in `period` is due. Its evaluation begins with whatever version is live by then, for
-versions can pass while another evaluation runs, or several at once, and the weights of those are gone: so an evaluation of
-version v serves every due version up to v that none before it served, and is kept as what it is, one of v. So each due
-version is served once, by itself or by the next version that could be evaluated, and none is lost.
+versions can pass while another evaluation runs, or several at once, and the weights of those are gone: so an evaluation
+of version v serves every due version up to v that none before it served, and is kept as what it is, one of v. So each
+due version is served once, by itself or by the next version that could be evaluated, and none is lost.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class DropAtPull:
 
 @dataclass(frozen=True, slots=True)
 class AggregateAdmission:
-    """AReaL and SkyRL: what is admitted to generation is bounded in sum, as if every group took equally long; nothing is
-    dropped and nothing waited for. So a long group can come back at any age, and is trained."""
+    """AReaL and SkyRL: what is admitted to generation is bounded in sum, as if every group took equally long; nothing
+    is dropped and nothing waited for. So a long group can come back at any age, and is trained."""
 
     prompts_per_step: int
     max_age: int
@@ -87,8 +87,9 @@ class AggregateAdmission:
 
 @dataclass(frozen=True, slots=True)
 class HardDrop:
-    """prime-rl and open-instruct: a group that was dispatched too long ago is dropped wherever it is, in flight too. The
-    bound holds, and long groups are the ones that are lost. Generation rests while a whole step's groups lie ready."""
+    """prime-rl and open-instruct: a group that was dispatched too long ago is dropped wherever it is, in flight too.
+    The bound holds, and long groups are the ones that are lost.
+    Generation rests while a whole step's groups lie ready."""
 
     prompts_per_step: int
     max_age: int

@@ -53,8 +53,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request as an engine served it: `lengths` are the tokens of its siblings, `seconds` from its submission to its
-    end, which was at `finished_at`."""
+    """One request as an engine served it: `lengths` are the tokens of its siblings, `seconds` from its submission to
+    its end, which was at `finished_at`."""
 
     engine: str
     lengths: tuple[int, ...]

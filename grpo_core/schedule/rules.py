@@ -60,8 +60,8 @@ class Rule(Protocol):
 
 @dataclass(slots=True)
 class Windowed:
-    """Our rule: `Window`, `Admissions` and `Supply`, as flow and trainer use them. `follow_supply` False fills the whole
-    window instead."""
+    """Our rule: `Window`, `Admissions` and `Supply`, as flow and trainer use them.
+    `follow_supply` False fills the whole window instead."""
 
     window: Window
     follow_supply: bool = True

@@ -51,7 +51,8 @@ class Lease:
 
 
 def simulate(scenario: Scenario, rule: Callable[[], Rule]) -> Outcome:
-    """Simulate a run; `rule` makes a fresh rule for each life of the trainer. Raise Stalled, and whatever a rule raises."""
+    """Simulate a run; `rule` makes a fresh rule for each life of the trainer.
+    Raise Stalled, and whatever a rule raises."""
     return Simulation(scenario, rule).run()
 
 

@@ -47,8 +47,8 @@ class Verdict:
 
 
 def judge(deaths: Sequence[frozenset[int]], *, lives: int) -> Verdict:
-    """`deaths`: what was in flight at each death of the flow in a row, the newest first. `lives`: how many deaths make a
-    suspect that was alone at the last of them a culprit."""
+    """`deaths`: what was in flight at each death of the flow in a row, the newest first. `lives`: how many deaths make
+    a suspect that was alone at the last of them a culprit."""
     if len(deaths) < 2:
         return Verdict(Suspects(), frozenset())
     suspected = deaths[0] & deaths[1]

@@ -35,7 +35,8 @@ class Room:
 @dataclass(frozen=True, slots=True)
 class Window:
     """The settings of the schedule. `steps`: the most that the run makes; `prompts`: those of one epoch, None while the
-    data have no known end; `epochs`: None without a limit; `refills`: useless groups that one step may have replaced."""
+    data have no known end; `epochs`: None without a limit; `refills`:
+    useless groups that one step may have replaced."""
 
     prompts_per_step: int
     max_age: int
@@ -131,7 +132,8 @@ class Window:
         brings one more, and a target of which a group was dropped or lost in a restart is filled up first.
         """
         last = self.last_step(done=done, settled=settled)
-        # Near the end of the data a drop can leave groups without a step of their own: they serve the steps that are left.
+        # Near the end of the data a drop can leave groups without a step of their own:
+        # they serve the steps that are left.
         spare = sum(count for step, count in bound.items() if step > last)
         for step in range(done + 1, self.horizon(live_version=live_version, done=done, settled=settled) + 1):
             missing = self.prompts_per_step - bound.get(step, 0)

@@ -124,8 +124,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _learner(
     config: RunConfig, store: ObjectStore, manifest: Manifest | None, directory: Path, device: torch.device
 ) -> tuple[Policy, torch.optim.Optimizer, Reference | None]:
-    """This rank's share of policy and optimizer, as in the checkpoint of `manifest`, or version 0 of `directory`, and of
-    the reference, which is always version 0."""
+    """This rank's share of policy and optimizer, as in the checkpoint of `manifest`, or version 0 of `directory`, and
+    of the reference, which is always version 0."""
     torch.manual_seed(config.seed + dist.get_rank())
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = load_policy(directory, config, mesh=mesh)

@@ -103,7 +103,8 @@ class Padded:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
-        """Output [tokens, heads, width] of query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width]."""
+        """Output [tokens, heads, width] of query [1, heads, tokens, width], key and value [1,
+        kv_heads, tokens, width]."""
         outputs = [part.attend(query, key, value, scale=scale, dropout=dropout, window=window) for part in self.parts]
         return torch.cat(outputs).index_select(0, self.slots)
 

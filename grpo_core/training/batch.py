@@ -81,8 +81,8 @@ class Batch:
         positive: Sequence[bool] | None = None,
     ) -> Batch:
         """Pack `rows`; predictions keep their order. `advantages` is per row; tokens of versions below
-        `oldest_version` are masked, and so are rows that are not `trained`. Rows of equal `groups` share the prefix they
-        have in common; None: none do. `positive` is per row."""
+        `oldest_version` are masked, and so are rows that are not `trained`. Rows of equal `groups` share the prefix
+        they have in common; None: none do. `positive` is per row."""
         layout = lay_out([row.ids for row in rows], groups)
         # The token at position i predicts the one at i + 1, so a row's first token is never a target.
         inside = [np.flatnonzero(row.generated[1:]) for row in rows]

@@ -104,7 +104,8 @@ class HostCopy:
         self.tensors: dict[str, Tensor] = {}
         for (name, local), end in zip(locals_.items(), ends.tolist(), strict=True):
             begin = end - _aligned(local.nbytes)
-            # Through NumPy, so that a tensor's storage is its own bytes: of a view, the writer would make one more copy.
+            # Through NumPy, so that a tensor's storage is its own bytes:
+            # of a view, the writer would make one more copy.
             own = torch.from_numpy(memory.numpy()[begin : begin + local.nbytes])
             self._targets[name] = own.view(local.dtype).view(local.shape)
             self.tensors[name] = _as_sharded(self._targets[name], tensors[name], mesh)

@@ -41,8 +41,8 @@ END_OF_DATA = "end_of_data"
 
 
 class Conductor:
-    """Rank 0's knowledge of the run and its decisions. `stopping` says whether we were asked to end early, `prompts` how
-    many one epoch has, once that is known."""
+    """Rank 0's knowledge of the run and its decisions. `stopping` says whether we were asked to end early, `prompts`
+    how many one epoch has, once that is known."""
 
     def __init__(
         self,
@@ -111,7 +111,8 @@ class Conductor:
         yield from self._save()
 
     def _ending(self) -> bool:
-        """Whether there is to be no further step: we were asked to end early, or an evaluation reached the run's goal."""
+        """Whether there is to be no further step: we were asked to end early,
+        or an evaluation reached the run's goal."""
         return self._stopping() or self._store.exists(layout.goal(self._attempt))
 
     def _last_step(self) -> int:
@@ -124,7 +125,8 @@ class Conductor:
             self._window = replace(self._window, prompts=self._prompts())
 
     def _admit(self, step: int) -> Generator[Command, Any, list[BufferedGroup]]:
-        """Wait until step `step` has enough admissible groups; meanwhile decide about the others and serve late engines.
+        """Wait until step `step` has enough admissible groups;
+        meanwhile decide about the others and serve late engines.
 
         Empty when there is to be no further step, or when what is left of the data does not fill it.
         """
@@ -245,7 +247,8 @@ class Conductor:
         return plan
 
     def _scheduled_steps(self) -> int:
-        """The length of the learning rate's schedule. A stream's end may become known at any moment, and must not bend it."""
+        """The length of the learning rate's schedule. A stream's end may become known at any moment,
+        and must not bend it."""
         if isinstance(self._config.data.source, StreamData):
             return self._window.steps
         return self._window.last_step()

@@ -19,8 +19,8 @@ def load_imbalance(
     """Experts · Σ over experts of (share of tokens sent there · mean probability), by sequence, mean over layers.
 
     `router_logits` [tokens, experts] of each layer; `tokens` [Σ lengths] the positions of each sequence's tokens,
-    sequence after sequence. [sequences]; `experts_per_token` where the load is even, and Experts where all of it goes to
-    as few experts as a token has.
+    sequence after sequence. [sequences]; `experts_per_token` where the load is even, and Experts where all of it goes
+    to as few experts as a token has.
     """
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     totals = []

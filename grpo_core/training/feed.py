@@ -53,7 +53,8 @@ class BufferedGroup:
     """One whole group in a part. `rows[i]` are its row numbers there, `rollouts[i]` the rollout each belongs to;
     `rewards` has one value per rollout, NaN where it could not be scored, and so has each of `components`, by source;
     `lengths` (generated tokens) and `truncated` too. `facts` has ROLLOUT_FACTS by name for each rollout that there is.
-    `foreign`: some token was sampled from weights outside the living history. `teaches`: some rollout has an advantage."""
+    `foreign`: some token was sampled from weights outside the living history.
+    `teaches`: some rollout has an advantage."""
 
     ordinal: int
     part: PartName

@@ -2,9 +2,9 @@
 
 Counted are the products of matrices that the model itself asks for, at two operations per multiply-add: the layers of
 every token, the attention of every pair that is seen, the output head of every prediction. The backward pass makes two
-products of each: the gradient of what came in, and that of the other factor, which a frozen weight does not need. What a
-trainer does beyond that (recomputed activations, the projection done again for fused log-probs) is not counted, as usual
-for model FLOPs utilisation (Chowdhery et al. 2022, appendix B).
+products of each: the gradient of what came in, and that of the other factor, which a frozen weight does not need. What
+a trainer does beyond that (recomputed activations, the projection done again for fused log-probs) is not counted, as
+usual for model FLOPs utilisation (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PEAKS = {
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes that decide the arithmetic. `intermediate` is what one token passes through, all its experts together;
-    `adapters` are the weights of all adapters, which multiply every token: where there are any, only they are trained."""
+    `adapters` are the weights of all adapters, which multiply every token:
+    where there are any, only they are trained."""
 
     layers: int
     hidden: int
@@ -128,8 +129,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def machine_of(config: Any, device: torch.device, devices: int, *, adapters: int = 0) -> Machine | None:
-    """What trains a model of this transformers config with so many `adapters` (weights of them); None for an architecture
-    whose arithmetic is not known."""
+    """What trains a model of this transformers config with so many `adapters` (weights of them); None for an
+    architecture whose arithmetic is not known."""
     try:
         shape = ModelShape.of(config, adapters=adapters)
     except AttributeError:

@@ -118,8 +118,8 @@ def gather_base(model: nn.Module, *, dtype: torch.dtype, device: torch.device | 
 def _gather_adapted(
     model: nn.Module, adapted: dict[int, Any], *, dtype: torch.dtype, device: torch.device | str, keep: bool
 ) -> Named:
-    """The weights under their names in the checkpoint; `adapted` are the layers, by the identity of their weight, to which
-    what their adapters add is added."""
+    """The weights under their names in the checkpoint; `adapted` are the layers, by the identity of their weight, to
+    which what their adapters add is added."""
 
     def full(weight: Tensor) -> Tensor:
         layer = adapted.get(id(weight))

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 # What a layer may do with the tokens before it. Others carry a state along the row, across its sequences.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Two sequences of so many tokens are scored at load. What is computed alike differs by 1e-5 nats in float32; what is not
-# has differed by 0.02 nats and more. The mean is what counts, since one token may be sent to another expert by rounding.
+# Two sequences of so many tokens are scored at load. What is computed alike differs by 1e-5 nats in float32; what is
+# not has differed by 0.02 nats and more. The mean is what counts,
+# since one token may be sent to another expert by rounding.
 CHECKED_TOKENS = 16
 CHECKED_NATS = 0.005
 
@@ -148,8 +149,8 @@ def logit_scale(config: Any) -> float:
 
 @torch.no_grad()
 def check_scores(language_model: PreTrainedModel) -> None:
-    """Raise PolicyError unless two packed sequences are scored as the model scores them by itself, each alone. On the CPU,
-    before anything is sharded.
+    """Raise PolicyError unless two packed sequences are scored as the model scores them by itself, each alone. On the
+    CPU, before anything is sharded.
 
     A family may do with its logits, its attention or its layers what is done nowhere else. Here that shows.
     """

@@ -56,7 +56,8 @@ class Refitting:
 
     def refit(self, stamp: Stamp, step: int, last_lease: int) -> Generator[Command, Any, None]:
         """Bring every engine of the pool that lacks them to the weights after `step`; wait for an engine while none has
-        them. Raises TrainerStuck when none took them in the time that the pool has to bring one and that one to load."""
+        them. Raises TrainerStuck when none took them in the time that the pool has to bring one
+        and that one to load."""
         began = progress = time.monotonic()
         if step != self._step:
             self._carrying.clear()
@@ -85,7 +86,8 @@ class Refitting:
 
     def doubt(self, group: BufferedGroup) -> None:
         """A group of this attempt from weights outside the living history: its engines have not kept ours, whatever we
-        believe, and the next refit includes them. What was leased before an engine's last refit says nothing about it."""
+        believe, and the next refit includes them. What was leased before an engine's last refit
+        says nothing about it."""
         if group.foreign and group.part.attempt == self._attempt:
             self._carrying -= {name for name in group.engines if group.part.lease > self._leases_before.get(name, -1)}
 

@@ -1,8 +1,8 @@
 """The metrics of a step that are about its rollouts: how they went, their tools, their environment, and what they cost.
 
-Contract: as in training.measures, from the facts that the shards hold of each rollout, which are None where a shard does
-not say. A rate has in its numerator what its denominator counts: the seconds of tools are those of calls that were made,
-the times of rollouts those of rollouts whose times are known.
+Contract: as in training.measures, from the facts that the shards hold of each rollout, which are None where a shard
+does not say. A rate has in its numerator what its denominator counts: the seconds of tools are those of calls that were
+made, the times of rollouts those of rollouts whose times are known.
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ class Saving:
 
 
 def retain(store: ObjectStore, attempt: int, config: RunConfig) -> None:
-    """Delete the checkpoints that retention no longer needs; never the one that this attempt resumed from, nor a damaged
-    one, which somebody may want to look at."""
+    """Delete the checkpoints that retention no longer needs; never the one that this attempt resumed from, nor a
+    damaged one, which somebody may want to look at."""
     parent, settings = read_attempt(store, attempt).parent, config.checkpointing
     surplus = to_delete(
         with_evaluation_metric(store, readable(store, on_damaged=_say_damaged), config),

@@ -82,8 +82,8 @@ class StepPlan:
 class StepResult:
     """What a step did, the same on every rank but `logprobs`: index into the plan's places → the trainer's log-probs
     of the row's generated tokens when it first met them, for this rank's rows. `pairs`: metric → (numerator,
-    denominator) over all ranks, `extremes`: metric → its value over all ranks. `grad_norm`: before clipping, mean of the
-    updates made; 0 if none was. `updates`: how many were made. `phases`: parts of this rank's time, in seconds."""
+    denominator) over all ranks, `extremes`: metric → its value over all ranks. `grad_norm`: before clipping, mean of
+    the updates made; 0 if none was. `updates`: how many were made. `phases`: parts of this rank's time, in seconds."""
 
     loss: float
     grad_norm: float
@@ -238,8 +238,8 @@ def _router_term(batch: Batch, scores: Scores, policy: Policy, denominators: Den
 def _update(
     plan: StepPlan, policy: Policy, optimizer: torch.optim.Optimizer, sums: Mapping[str, Pair], max_norm: float
 ) -> list[float]:
-    """Clip the gradient, move the weights, forget the gradient; the norm before clipping. Nothing is done, and none told,
-    where no token was trained: the gradient is 0 then, but momentum and weight decay would move the weights."""
+    """Clip the gradient, move the weights, forget the gradient; the norm before clipping. Nothing is done, and none
+    told, where no token was trained: the gradient is 0 then, but momentum and weight decay would move the weights."""
     loss, tokens = (float(sums[name][0]) for name in (LOSS, TOKENS))
     if not tokens:
         optimizer.zero_grad(set_to_none=True)

@@ -100,8 +100,8 @@ class SyntheticRun:
         completion: str = "",
         **facts: Any,
     ) -> None:
-        """A part with the groups of these ordinals, one reward per rollout; the `failed` ones are tombstones. `facts` are
-        columns of every rollout."""
+        """A part with the groups of these ordinals, one reward per rollout; the `failed` ones are tombstones. `facts`
+        are columns of every rollout."""
         rows = [
             self._row(o, rollout, reward, completion) | facts
             for o, values in rewards.items()

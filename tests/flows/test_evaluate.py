@@ -29,8 +29,8 @@ LIVE = Stamp(1, 4)
 
 @dataclass
 class StubGenerator:
-    """Answers with three tokens, the last of which the next version sampled; prompt 2 cannot be answered, and of prompt 0
-    not more than `most` times; the rewards of prompt 1 raise `odd`, which nobody foresaw."""
+    """Answers with three tokens, the last of which the next version sampled; prompt 2 cannot be answered, and of prompt
+    0 not more than `most` times; the rewards of prompt 1 raise `odd`, which nobody foresaw."""
 
     config: RunConfig
     before: Callable[[], None] = lambda: None

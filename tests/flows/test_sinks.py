@@ -240,8 +240,8 @@ def test_trackio_continues_the_run_of_that_name(calls: list[tuple]) -> None:
 
 
 class Wandb(types.ModuleType):
-    """As wandb behaves: a call's step is the next one unless it is given, and what comes with a lower one than the newest
-    is dropped. A curve is drawn over the metric that was defined for it, else over that step."""
+    """As wandb behaves: a call's step is the next one unless it is given, and what comes with a lower one than the
+    newest is dropped. A curve is drawn over the metric that was defined for it, else over that step."""
 
     def __init__(self) -> None:
         super().__init__("wandb")

@@ -1,4 +1,5 @@
-"""Python imports this at the start of every process of a scenario, because RunDriver puts this directory on its path."""
+"""Python imports this at the start of every process of a scenario,
+because RunDriver puts this directory on its path."""
 
 import store_faults
 import transfer_faults

@@ -1,4 +1,5 @@
-"""A policy of adapters, refitted by its adapters alone or by the weights they amount to: killed, it comes to the same bits."""
+"""A policy of adapters, refitted by its adapters alone or by the weights they amount to:
+killed, it comes to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, or that the disk has no room for, cost the steps since the newest whole one, and no more."""
+"""Checkpoints that are damaged, or that the disk has no room for,
+cost the steps since the newest whole one, and no more."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Versions are evaluated while training goes on: none is lost to a kill, each is kept as what it is, one ends the run."""
+"""Versions are evaluated while training goes on:
+none is lost to a kill, each is kept as what it is, one ends the run."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_every_due_version_is_evaluated_though_the_flow_is_killed_in_an_evaluati
     hold = driver.directory / HOLD
     hold.touch()
     driver.start()
-    # Training goes on beside the evaluation of version 2, which does not end, until that of version 4 can begin no more.
+    # Training goes on beside the evaluation of version 2, which does not end,
+    # until that of version 4 can begin no more.
     driver.wait_for(lambda store: step_done(store) >= 5 and newest_manifest(store).step >= 4)
     assert evaluated(driver.store) == []
     driver.kill("flow")

@@ -1,4 +1,5 @@
-"""A store that is full, fails or loses an answer: the run says so in a sentence or goes on, and ends as if nothing was."""
+"""A store that is full, fails or loses an answer:
+the run says so in a sentence or goes on, and ends as if nothing was."""
 
 from __future__ import annotations
 

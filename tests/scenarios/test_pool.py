@@ -1,4 +1,5 @@
-"""Engines die, come and go while a run goes on, and weights take the way through the store: nothing is lost or twice."""
+"""Engines die, come and go while a run goes on, and weights take the way through the store:
+nothing is lost or twice."""
 
 from __future__ import annotations
 

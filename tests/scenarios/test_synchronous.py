@@ -1,4 +1,5 @@
-"""A window of 0 with a deterministic engine is synchronous GRPO: the plain loop's bits, however a run came to its end."""
+"""A window of 0 with a deterministic engine is synchronous GRPO:
+the plain loop's bits, however a run came to its end."""
 
 from __future__ import annotations
 

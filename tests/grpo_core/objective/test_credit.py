@@ -96,7 +96,8 @@ def test_whitening_counts_rollouts_or_their_tokens() -> None:
 
 
 def test_whitening_is_over_the_tokens_that_are_trained() -> None:
-    """By hand: advantages ±1 of 3 and 1 fresh tokens have the mean ½ and the spread √¾; the stale tokens say nothing."""
+    """By hand: advantages ±1 of 3 and 1 fresh tokens have the mean ½ and the spread √¾;
+    the stale tokens say nothing."""
     config = GRPOConfig(advantage_whitening="tokens", advantage_scale="none")
     rewards, lengths, cut = [[2.0, 0.0, 1.0]], [[3, 9, 9]], [[0, 0, 0]]
     given = step_advantages(rewards, config, lengths=lengths, truncated=cut, trainable=[[3, 1, 0]])

@@ -1,4 +1,5 @@
-"""What happens to requests in flight and to cached keys and values through a refit, in every combination of the two keys."""
+"""What happens to requests in flight and to cached keys and values through a refit,
+in every combination of the two keys."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(vllm_engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """The shared engine (Qwen3, untied) and two of this module's own: one of two workers (Llama, tied), which the last test
-    kills, and one for the other way to store a head (Llama, untied)."""
+    """The shared engine (Qwen3, untied) and two of this module's own: one of two workers (Llama, tied), which the last
+    test kills, and one for the other way to store a head (Llama, untied)."""
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("engines")

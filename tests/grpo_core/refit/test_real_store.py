@@ -1,4 +1,5 @@
-"""A real vLLM engine fetches its weights from the store, whole and as differences, and serves adapters by their stamp."""
+"""A real vLLM engine fetches its weights from the store, whole and as differences,
+and serves adapters by their stamp."""
 
 from __future__ import annotations
 
@@ -192,7 +193,8 @@ def assert_sampled_by(policy: Any, turn: Turn, stamp: Stamp) -> None:
 
 
 def test_adapters_are_versions_that_requests_name(stage: Stage) -> None:
-    """The base is moved once, each version while the engine is busy; a long request ends under the one it began with."""
+    """The base is moved once, each version while the engine is busy;
+    a long request ends under the one it began with."""
     address = EngineAddress("e0", stage.engine.url)
     engine, transfer = EngineControl(address), stage.transfer()
     policies: dict[int, Any] = {}

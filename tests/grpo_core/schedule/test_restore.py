@@ -1,8 +1,9 @@
 """What other asynchronous trainers document as hard cases of a restart, translated.
 
-Where the design makes one impossible, the test shows why: prompts are a function of their ordinal and not of a cursor, so
-there is no ring of cursor states that could overflow, no row that could lack its stamp, and no lineage that could lose its
-alignment. F1 to F4 are `tests/cases/frontier.json`; a crash between any two writes (F13) is a whole-system scenario.
+Where the design makes one impossible, the test shows why: prompts are a function of their ordinal and not of a cursor,
+so there is no ring of cursor states that could overflow, no row that could lack its stamp, and no lineage that could
+lose its alignment. F1 to F4 are `tests/cases/frontier.json`;
+a crash between any two writes (F13) is a whole-system scenario.
 """
 
 from __future__ import annotations

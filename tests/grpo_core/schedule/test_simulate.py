@@ -1,7 +1,7 @@
 """The schedule on a virtual clock: it keeps its bound, its pace and its accounts, whatever goes wrong.
 
-Unless said otherwise as in the comparison of rules in the literature: 64 rollouts a step, a step of one second, rollouts
-of two seconds in the mean and 160 places for them, a quarter more than a trainer that never waits needs.
+Unless said otherwise as in the comparison of rules in the literature: 64 rollouts a step, a step of one second,
+rollouts of two seconds in the mean and 160 places for them, a quarter more than a trainer that never waits needs.
 """
 
 from __future__ import annotations

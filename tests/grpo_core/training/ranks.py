@@ -233,7 +233,8 @@ def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> N
 
 
 def save_after_steps(directory: Path, output: Path) -> dict[str, Any]:
-    """Two steps, a checkpoint in `output`/tensors and the state, by another way, in `output`/state.npz; a third step."""
+    """Two steps, a checkpoint in `output`/tensors and the state, by another way,
+    in `output`/state.npz; a third step."""
     policy, optimizer = policy_of(directory)
     for number in (1, 2):
         rows = make_rows(6, seed=number)

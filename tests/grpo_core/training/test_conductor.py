@@ -304,7 +304,8 @@ def test_between_refits_a_late_engine_waits_for_the_next_version(stage: Stage) -
 
 
 def test_an_engine_whose_groups_come_back_foreign_is_refitted_again(stage: Stage) -> None:
-    """It says that it carries our weights, and samples from others: a dead attempt reached it once more, or it restarted."""
+    """It says that it carries our weights, and samples from others:
+    a dead attempt reached it once more, or it restarted."""
     stage.steps = 1
     stage.engine(1, "e1")
     calls: list[int] = []

@@ -45,8 +45,8 @@ def test_an_even_load_has_the_least_imbalance() -> None:
 
 def test_two_experts_a_token_by_hand() -> None:
     """Of four experts the first two are sent everything: shares 1, 1, 0, 0 and mean probabilities .4, .4, .1, .1, so
-    4 · (.4 + .4) = 3.2; with the third and fourth taking turns with them, shares and probabilities are even: 4 · 4 · ½ · ¼
-    = 2, the number of experts per token."""
+    4 · (.4 + .4) = 3.2; with the third and fourth taking turns with them, shares and probabilities are even: 4 · 4 · ½
+    · ¼ = 2, the number of experts per token."""
     uneven, other = [0.4, 0.4, 0.1, 0.1], [0.1, 0.1, 0.4, 0.4]
     for rows, expected in (([uneven, uneven], 3.2), ([uneven, other], 2.0)):
         logits = torch.tensor(rows, dtype=torch.float64).log()

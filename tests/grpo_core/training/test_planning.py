@@ -107,7 +107,8 @@ def test_a_sequence_that_no_micro_batch_holds_is_named() -> None:
 
 
 def test_credit_counts_the_tokens_of_a_rollout_that_the_window_lets_be_trained() -> None:
-    """Rollout 0 forked into 3 + 1 fresh tokens, rollout 1 has 1 fresh one, rollout 2 only old ones, rollout 3 failed."""
+    """Rollout 0 forked into 3 + 1 fresh tokens, rollout 1 has 1 fresh one,
+    rollout 2 only old ones, rollout 3 failed."""
     config = RunConfig.model_validate(
         {
             "grpo": {

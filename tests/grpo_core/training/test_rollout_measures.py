@@ -31,8 +31,8 @@ def test_rollouts_are_measured_by_their_facts() -> None:
 
 
 def test_a_tool_is_measured_by_its_own_calls() -> None:
-    """One round of two calls side by side and one of one; a call of a tool that is not there, one that cannot be read, and
-    one of the environment's: six calls in four rounds, of which five were ours to answer and three ours to make."""
+    """One round of two calls side by side and one of one; a call of a tool that is not there, one that cannot be read,
+    and one of the environment's: six calls in four rounds, of which five were ours to answer and three ours to make."""
     made = facts(
         tool_calls=6, tool_rounds=4, tool_failures=3, unknown_tool_calls=1, malformed_tool_calls=1, tool_seconds=3.0,
         tool_usage=[use("search", 2, 3.0, failures=1), use("calculator", 1, 0.5)],

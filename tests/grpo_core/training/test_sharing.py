@@ -1,4 +1,5 @@
-"""Sequences of a group share the prefix that they have in common, and rows that are planned fit when they are laid out."""
+"""Sequences of a group share the prefix that they have in common,
+and rows that are planned fit when they are laid out."""
 
 from __future__ import annotations
 
