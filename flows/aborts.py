@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from grpo_core.refit.control import ControlError, EngineAddress, EngineControl, call_in_background
+from grpo_core.background import call_in_background
+from grpo_core.refit.control import ControlError, EngineAddress, EngineControl
 from grpo_core.rollout.pool import InFlight
 
 ABORT_SECONDS = 10.0

@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -183,17 +180,3 @@ def parse_adapters_in_use(exposition: str) -> frozenset[str]:
             samples.append((float(match[3]), f"{match[1]},{match[2]}"))
     newest = max(samples, default=(0.0, ""))[1]
     return frozenset(name for name in newest.split(",") if name)
-
-
-def call_in_background(call: Callable[[], T]) -> Future[T]:
-    """Run `call` in a daemon thread, which can never keep the process alive. Its outcome is in the future."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

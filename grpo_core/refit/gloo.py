@@ -18,7 +18,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-from grpo_core.refit.control import ControlError, EngineControl, call_in_background
+from grpo_core.background import call_in_background
+from grpo_core.refit.control import ControlError, EngineControl
 from grpo_core.refit.digest import raw_bytes
 from grpo_core.refit.transfer import TransferError, Weights, local_address, trainer_address
 from grpo_core.trajectory import Stamp

@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from grpo_core.refit.control import ControlError, EngineControl, call_in_background
+from grpo_core.background import call_in_background
+from grpo_core.refit.control import ControlError, EngineControl
 from grpo_core.refit.transfer import TransferError, Weights
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from grpo_core.background import call_in_background
 from grpo_core.refit import loading
-from grpo_core.refit.control import call_in_background
 from grpo_core.refit.digest import check_complete, checkpoint_shapes
 from grpo_core.refit.shelf import manifest_of, obtain
 from grpo_core.refit.snapshot import read_tensors

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent import futures
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 
+from grpo_core.background import call_in_background
 from grpo_core.config import RunConfig
 from grpo_core.evaluation import with_evaluation_metric
 from grpo_core.metrics import EVALUATION_PREFIX
@@ -105,7 +105,7 @@ class Saving:
         self._copy.fill(tensors)
         copied, randoms = self._copy.tensors, checkpoint.random_states()
         self._step = command.step
-        self._running = _in_background(lambda: self._write(command, copied, randoms, began))
+        self._running = call_in_background(lambda: self._write(command, copied, randoms, began), name="checkpoint")
         if not self._settings.async_save:
             self.wait()
         return {**self._finished, "checkpoint_blocked_seconds": time.monotonic() - began}
@@ -239,20 +239,6 @@ def retain(store: ObjectStore, attempt: int, config: RunConfig) -> None:
 
 def _say_damaged(name: CheckpointName, error: DamagedCheckpoint) -> None:
     print(f"checkpoint {name.attempt}.{name.step} is left where it is: {error}", file=sys.stderr, flush=True)
-
-
-def _in_background(work: Callable[[], Answer]) -> futures.Future[Answer]:
-    """A thread that does not outlive a process which fails for another reason."""
-    future: futures.Future[Answer] = futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 @contextmanager
