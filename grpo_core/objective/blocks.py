@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_core.objective.diagnostics import Metrics
+from grpo_core.objective.diagnostics import Metrics, merge_sums
 from grpo_core.objective.segments import Segments
 
 # A vector of float32 is then a mebibyte, and all of a block's fit the last-level cache; smaller blocks cost more calls.
@@ -138,9 +138,7 @@ class _SumOverBlocks(torch.autograd.Function):
                 target = gradients[name][rows]
                 _ = target.copy_(part) if places is None else target.index_copy_(0, places, part.to(target.dtype))
             total += value.detach()
-            for name, (top, bottom) in pairs.items():
-                held = metrics.get(name, (0.0, 0.0))
-                metrics[name] = (held[0] + top, held[1] + bottom)
+            merge_sums(metrics, pairs)
         ctx.gradients = [gradients.get(name) for name in names]
         return total
 

@@ -75,6 +75,13 @@ def indicator(compare: Callable[..., Tensor], left: Tensor, right: Tensor | floa
     return compare(left, right, out=torch.empty_like(left))
 
 
+def merge_sums(held: Metrics, more: Mapping[str, tuple[Number, Number]]) -> None:
+    """Let `held` be the sums of both."""
+    for name, (top, bottom) in more.items():
+        numerator, denominator = held.get(name, (0.0, 0.0))
+        held[name] = (numerator + top, denominator + bottom)
+
+
 def merge_extremes(held: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
     """Let `held` be the extremes of both, each in the direction that the registry says."""
     for name, value in more.items():

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_core.metrics import extreme_sign
-from grpo_core.objective.diagnostics import RATIO_EXTREMES, merge_extremes
+from grpo_core.objective.diagnostics import RATIO_EXTREMES, merge_extremes, merge_sums
 from grpo_core.objective.losses import Denominators, policy_loss
 from grpo_core.objective.settings import ObjectiveSettings, needs_old_policy
 from grpo_core.training.batch import Batch, Row
@@ -160,12 +160,12 @@ def run_step(
                 (loss * (dist.get_world_size() * len(updates))).backward()
             merge_extremes(extremes, {LARGEST: torch.tensor(float(batch.input_ids.shape[1]))})
             metrics |= {LOSS: (loss.detach(), 1.0), TOKENS: (batch.mask.sum(), 1.0)}
-            _add(sums, metrics | {"prefix_tokens_saved": batch.saving()})
+            merge_sums(sums, metrics | {"prefix_tokens_saved": batch.saving()})
             logprobs |= dict(zip(plan.micro_batches[number][rank], batch.split(before), strict=True))
         sums = _over_ranks(sums, device)
         with watch.phase("optimizer_seconds"):
             norms += _update(plan, policy, optimizer, sums, max_grad_norm)
-        _add(totals, sums)
+        merge_sums(totals, sums)
     loss_of_step, _ = totals.pop(LOSS), totals.pop(TOKENS)
     pairs = {name: (float(top), float(bottom)) for name, (top, bottom) in totals.items()}
     most, norm = _extremes_over_ranks(extremes, device), sum(norms) / max(len(norms), 1)
@@ -256,12 +256,6 @@ def _update(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return [norm]
-
-
-def _add(sums: dict[str, Pair], pairs: Mapping[str, Pair]) -> None:
-    for name, (top, bottom) in pairs.items():
-        held = sums.get(name, (0.0, 0.0))
-        sums[name] = (held[0] + top, held[1] + bottom)
 
 
 def _over_ranks(sums: Mapping[str, Pair], device: torch.device) -> dict[str, Pair]:
