@@ -12,7 +12,7 @@ from grpo_core.trajectory import Stamp
 
 CPU_KV_CACHE_BYTES = 256 << 20
 # vLLM on CPU takes whole pages of 32 tokens; a larger page would never be shared by short prompts.
-CPU_BLOCK_TOKENS = 32
+CPU_KV_BLOCK_TOKENS = 32
 # An engine that served for so long before it was lost has its budget of restarts back.
 SERVICE_SECONDS = 3600.0
 LONGEST_DELAY = 60.0
@@ -152,7 +152,7 @@ def engine_spec(config: RunConfig, pool: LocalPool, policy: Path, number: int, p
         tensor_parallel_size=pool.tensor_parallel_size,
         transfer=config.refit.backend,
         lora_rank=config.model.lora.rank if config.model.lora is not None and config.refit.adapter_only else None,
-        block_size=CPU_BLOCK_TOKENS if on_cpu else None,
+        block_size=CPU_KV_BLOCK_TOKENS if on_cpu else None,
         kv_cache_bytes=pool.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
         gpu_memory_utilization=None if on_cpu else pool.gpu_memory_utilization,
         gpus=pool.gpus[number] if pool.gpus else (),

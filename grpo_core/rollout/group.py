@@ -122,15 +122,15 @@ class Generator:
         most = self.config.generation.max_rollout_attempts
         for tried in range(1, most + 1):
             try:
-                return await self._attempt(task, index, tried, first if tried == 1 else None)
+                return await self._once(task, index, tried, first if tried == 1 else None)
             except (RolloutFailed, ChatError) as error:
                 return RolloutFailed(f"{type(error).__name__}: {error}" if isinstance(error, ChatError) else str(error))
             except (EnvironmentFailed, TurnAborted) as error:
                 cause = error
         return RolloutFailed(f"{most} attempts failed, the last with: {cause}")
 
-    async def _attempt(self, task: Task, index: int, tried: int, first: FirstTurns | None) -> Rollout:
-        """One attempt at a rollout. `first` is where it meets its siblings; without it, it goes alone."""
+    async def _once(self, task: Task, index: int, tried: int, first: FirstTurns | None) -> Rollout:
+        """Try number `tried` at a rollout. `first` is where it meets its siblings; without it, it goes alone."""
         async with AsyncExitStack() as stack:
             try:
                 conversation = await self._begun(task, stack)
@@ -178,7 +178,7 @@ class Generator:
         place: tuple[int, int, int],
         discarded: TurnDiscarded | None = None,
     ) -> Turn:
-        """The next turn of one rollout, instead of one that was `discarded`. `place`: rollout, turn, attempt."""
+        """The next turn of one rollout, instead of one that was `discarded`. `place`: rollout, turn, try."""
         index, number, tried = place
         began = conversation.turns[0].spans[0] if conversation.turns else None
         ids = conversation.prompt.ids

@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from grpo_core.rollout.importable import imported
 
-RewardFunction = Callable[..., Any]
+Function = Callable[..., Any]
 
 TICK_SECONDS = 0.25
 # Exit status of a worker that needed more memory than it may have.
@@ -38,11 +38,11 @@ OUT_OF_MEMORY = 77
 LONGEST_ERROR = 2000
 
 
-async def score(functions: dict[str, RewardFunction], call: dict[str, Any]) -> dict[str, list[float | None]]:
+async def score(functions: dict[str, Function], call: dict[str, Any]) -> dict[str, list[float | None]]:
     """All functions of one group, concurrently."""
     arguments = {name: call[name] for name in ("completions", "prompts", "completion_ids")}
 
-    async def one(name: str, function: RewardFunction) -> list[float | None]:
+    async def one(name: str, function: Function) -> list[float | None]:
         try:
             if inspect.iscoroutinefunction(function):
                 values = await function(**arguments, **call["columns"])
@@ -67,7 +67,7 @@ async def score(functions: dict[str, RewardFunction], call: dict[str, Any]) -> d
     return dict(zip(functions, values, strict=True))
 
 
-def _called(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+def _called(function: Function, arguments: dict[str, Any]) -> Any:
     try:
         return function(**arguments)
     except StopIteration as error:
@@ -139,7 +139,7 @@ def main(memory_bytes: int, names: list[str]) -> None:
     os._exit(0)
 
 
-def _serve(functions: dict[str, RewardFunction], line: str, answers: Answers) -> None:
+def _serve(functions: dict[str, Function], line: str, answers: Answers) -> None:
     """Score one group and answer. Ends the process where a function asks for it."""
     try:
         call = json.loads(line)
