@@ -228,7 +228,7 @@ class Engines:
         return {"pool/engines": float(serving), "pool/queued": float(self._router.waiting())} | pool_metrics(looks)
 
     def all_ready(self) -> bool:
-        """Whether every engine has answered, but for those that failed to start once and external ones that are late."""
+        """Whether every engine answered, but for those that failed to start once and external ones that are slow."""
         if not any(slot.ready for slot in self._slots):
             return False
         patience = time.monotonic() - EXTERNAL_SECONDS
