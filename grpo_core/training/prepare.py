@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from grpo_core.training import origin
 
 # Raised whenever the same settings would warm-start to other weights.
 WARM_START_REVISION = 1
+# A warm start takes minutes; who holds a lock for longer stands still.
+LOCK_SECONDS, LOCK_POLL_SECONDS = 3600.0, 0.1
 
 
 def main(config_file: Path, state_file: Path) -> None:
@@ -93,13 +96,28 @@ def _announce(state_file: Path, state: dict[str, str]) -> None:
     temporary.replace(state_file)
 
 
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` between processes; it is released when this one ends, however it ends."""
+    """Hold an exclusive lock on `path` between processes; it is released when this one ends, however it ends. Raise
+    OriginError when somebody else keeps it for LOCK_SECONDS."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _lock(descriptor):
+            if time.monotonic() > deadline:
+                raise origin.OriginError(
+                    f"another process has held {path} for {LOCK_SECONDS:g} s; end it, or give this run a model.cache_directory of its own"
+                )
+            time.sleep(LOCK_POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)

@@ -14,7 +14,7 @@ import pytest
 from grpo_core.config import RunConfig, TinyModel
 from grpo_core.prompts import DataError
 from grpo_core.recipe import parse
-from grpo_core.training import prepare
+from grpo_core.training import origin, prepare
 from grpo_core.training.origin import LocalDirectory, PackagedGguf, TinyPolicy
 
 
@@ -113,3 +113,15 @@ def test_a_lock_is_held_between_processes_and_dies_with_its_holder(tmp_path: Pat
     finally:
         holder.kill()
         holder.communicate()
+
+
+def test_a_lock_that_is_never_given_back_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "LOCK_SECONDS", 0.0)
+    with prepare.locked(tmp_path / "x.lock"):
+        with pytest.raises(origin.OriginError, match=r"has held .*x\.lock for 0 s; end it"):
+            with prepare.locked(tmp_path / "x.lock"):
+                pass
+    with prepare.locked(tmp_path / "x.lock"):
+        pass
