@@ -104,6 +104,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("router_imbalance", "1", RATIO, "experts · Σ over experts of (share of tokens sent there · mean probability), mean over layers and trained sequences; the number of experts per token where the load is even", "aux_loss", "moe/*"),
     # Rewards and advantages, over rollouts.
     Metric("reward_mean", "reward", RATIO, "weighted sum of the sources, over rollouts that could be scored", "reward", "train/reward train/mean_total_reward"),
+    Metric("reward_mean_decided", "reward", RATIO, "the same, with the groups that were dropped since the step before: dynamic sampling drops the best and the worst"),
     Metric("reward_min", "reward", MIN, "lowest reward of the step", "", "train/min_total_reward"),
     Metric("reward_max", "reward", MAX, "highest reward of the step", "", "train/max_total_reward"),
     Metric("reward_std", "reward", RATIO, "standard deviation of a group's rewards, mean over groups", "reward_std"),

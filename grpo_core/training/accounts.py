@@ -16,6 +16,7 @@ from grpo_core.training.measures import (
     composition_measures,
     lag_measures,
     length_measures,
+    mean,
     waste_measures,
     weight_measures,
 )
@@ -149,7 +150,7 @@ def _measures(
     taken_at: float,
 ) -> Measures:
     generated = sum(int(row.generated.sum()) for row in rows)
-    rewards = [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
+    rewards = _known(groups)
     return {
         **result.pairs,
         **result.extremes,
@@ -166,6 +167,7 @@ def _measures(
         "grad_norm": result.grad_norm,
         "reward_min": min(rewards),
         "reward_max": max(rewards),
+        "reward_mean_decided": mean([*rewards, *_known([group for group, _ in given_up.dropped])]),
         "masked_token_share": (float(generated - len(lags)), float(generated)),
     }
 
@@ -173,6 +175,10 @@ def _measures(
 def _lags(row: Row, version: int, oldest: int) -> np.ndarray:
     """Lag of each trained token of a row."""
     return version - row.versions()[row.fresh(oldest)]
+
+
+def _known(groups: Sequence[BufferedGroup]) -> list[float]:
+    return [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
 
 
 def _mean(rewards: Sequence[float]) -> float | None:

@@ -628,6 +628,9 @@ def test_equal_rewards_are_dropped_and_replaced_before_the_step_when_asked_for(s
         1: ("trained", None),
         3: ("trained", None),
     }
+    footer = newest_footer(stage.run.store)
+    assert footer is not None and footer.metrics["reward_mean"] == 0.5
+    assert footer.metrics["reward_mean_decided"] == (4 * 0.5 + 2 * 1.0 + 2 * 0.5) / 8
 
 
 def test_six_useless_groups_of_eight_free_their_capacity_while_the_step_waits_for_four(stage: Stage) -> None:
