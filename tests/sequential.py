@@ -39,6 +39,15 @@ def train(config: RunConfig, directory: Path, reward: Reward, *, steps: int) -> 
 
     `reward` takes the token ids of the completions of one group.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the trainer and the engine, which add up in one order
+    try:
+        return _train(config, directory, reward, steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(config: RunConfig, directory: Path, reward: Reward, steps: int) -> dict[str, Tensor]:
     policy, optimizer = learner(config, directory)
     sampler = Sampler(config, directory)
     size = config.grpo.num_prompts_per_step

@@ -26,8 +26,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
 from tests import sequential
 from tests.scenarios.engines import running_engine
 from tests.scenarios.run_driver import Part, RunDriver, merged
@@ -335,7 +333,6 @@ def main() -> None:
     parser.add_argument("--real", type=int, default=20, help="kill points with vLLM on the CPU")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="forebay-torture-") as name:
         results = fake_runs(arguments.seed, arguments.fake, Path(name))
         results += real_runs(arguments.seed, arguments.real, Path(name))

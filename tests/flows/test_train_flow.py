@@ -166,7 +166,7 @@ def test_a_run_ends_with_its_timeline_and_its_artifacts(flows: Flows):
     assert flows.read(flow_run).name == "whole"
     expected = leases_of(driver) | {"prepare-policy", "engine-0", "trainer-1"}
     flows.wait(lambda: {task.name for task in flows.task_runs(flow_run)} == expected)
-    flows.wait(lambda: all(task.state.is_completed() for task in flows.task_runs(flow_run)))
+    flows.wait(lambda: all(task.state and task.state.is_completed() for task in flows.task_runs(flow_run)))
     artifacts = flows.artifacts(flow_run)
     assert artifacts["progress"] == 100.0
     rows = json.loads(artifacts["table"])
@@ -191,8 +191,8 @@ def test_a_second_flow_of_a_living_run_ends_at_once_and_the_first_goes_on_until_
     stopped = flows.wait_for(first, StateType.CANCELLED, STOP_SECONDS)
     assert "the same command continues the run" in stopped.message
     assert not driver.orphans()
-    flows.wait(lambda: all(task.state.is_final() for task in flows.task_runs(first)))
-    assert not any(task.state.is_failed() for task in flows.task_runs(first))
+    flows.wait(lambda: all(task.state and task.state.is_final() for task in flows.task_runs(first)))
+    assert not any(task.state and task.state.is_failed() for task in flows.task_runs(first))
 
 
 def test_an_absent_server_stops_nothing_and_hears_of_a_cancellation_afterwards(flows: Flows, server: Server):

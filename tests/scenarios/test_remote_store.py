@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import boto3
 import pytest
@@ -18,12 +19,12 @@ WRITES = {
     "flow": ["create leases/", "create trajectories/", "create pool/"],
     "trainer rank": ["create ledger/", "create refits/", "upload checkpoints/", "create checkpoints/.*MANIFEST"],
 }
-BUCKET, REGION = "forebay-scenarios", "us-east-1"
+REGION = "us-east-1"
 
 
 @pytest.fixture
-def options() -> Iterator[dict[str, Any]]:
-    """A bucket on an S3 server of this test."""
+def storage() -> Iterator[dict[str, Any]]:
+    """A bucket of this test's own: all servers of one process have the same contents."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -35,13 +36,14 @@ def options() -> Iterator[dict[str, Any]]:
         endpoint_url=access["endpoint_url"],
         region_name=REGION,
     )
-    client.create_bucket(Bucket=BUCKET)
-    yield {**access, "client_kwargs": {"region_name": REGION}}
+    bucket = f"forebay-{uuid4().hex}"
+    client.create_bucket(Bucket=bucket)
+    yield {"root": f"s3://{bucket}/runs", "options": {**access, "client_kwargs": {"region_name": REGION}}}
     server.stop()
 
 
-def test_a_run_on_s3_survives_a_kill_of_its_flow(make_driver: MakeDriver, options: dict[str, Any]) -> None:
-    driver = make_driver(settings={"storage": {"root": f"s3://{BUCKET}/runs", "options": options}})
+def test_a_run_on_s3_survives_a_kill_of_its_flow(make_driver: MakeDriver, storage: dict[str, Any]) -> None:
+    driver = make_driver(settings={"storage": storage})
     driver.start()
     driver.wait_for(checkpoint_committed(2))
     driver.kill("flow")
@@ -52,9 +54,9 @@ def test_a_run_on_s3_survives_a_kill_of_its_flow(make_driver: MakeDriver, option
 
 
 def test_requests_that_fail_and_answers_that_are_lost_go_unnoticed(
-    make_driver: MakeDriver, options: dict[str, Any]
+    make_driver: MakeDriver, storage: dict[str, Any]
 ) -> None:
-    driver = make_driver(settings={"storage": {"root": f"s3://{BUCKET}/runs", "options": options}})
+    driver = make_driver(settings={"storage": storage})
     driver.arm(
         *(
             Fault(part, write, moment, "fail", occurrence)

@@ -57,7 +57,7 @@ def test_nulls_nan_and_nested_lists_survive() -> None:
 
 def test_evaluations_survive() -> None:
     row = {
-        "version": 3, "dataset_index": 7, "mode": "greedy", "reward": 1.0, "prompt": "2 + 2 = ?",
+        "version": 3, "due_version": 2, "dataset_index": 7, "mode": "greedy", "reward": 1.0, "prompt": "2 + 2 = ?",
         "completion": "4", "tokens": 1, "finish_reason": "stop", "min_version": 3, "max_version": 4, "version_tokens": None,
     }  # fmt: skip
     decoded, _ = schema.decode(schema.encode(schema.table([row], schema.EVALUATION), schema.EVALUATION, {}))

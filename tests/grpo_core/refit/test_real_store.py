@@ -170,6 +170,10 @@ def merged(model: Any, adapter: Adapter) -> Any:
 PROMPT = [5, 6, 7, 8]
 
 
+# Side by side, so many long requests take longer than three refits, also where refits are slow.
+LONG = 16
+
+
 def ask(stage: Stage, stamp: str, tokens: int) -> Turn:
     """A turn of the adapter called `stamp`."""
 
@@ -194,7 +198,7 @@ def assert_sampled_by(policy: Any, turn: Turn, stamp: Stamp) -> None:
 
 def test_adapters_are_versions_that_requests_name(stage: Stage) -> None:
     """The base is moved once, each version while the engine is busy;
-    a long request ends under the one it began with."""
+    long requests end under the one they began with."""
     address = EngineAddress("e0", stage.engine.url)
     engine, transfer = EngineControl(address), stage.transfer()
     policies: dict[int, Any] = {}
@@ -216,16 +220,17 @@ def test_adapters_are_versions_that_requests_name(stage: Stage) -> None:
 
     randomise(stage.model, seed=5)
     assert "pause" in refit(1).seconds
-    with ThreadPoolExecutor(1) as background:
-        long = background.submit(ask, stage, "5.1", 1500)
+    with ThreadPoolExecutor(LONG) as background:
+        long = [background.submit(ask, stage, "5.1", 1500 + number) for number in range(LONG)]
         while "5.1" not in engine.adapters_in_use(30):
             time.sleep(0.01)
         for version in (2, 3, 4):
             assert "pause" not in refit(version).seconds
             assert_sampled_by(policies[version], ask(stage, f"5.{version}", 8), Stamp(5, version))
-        assert not long.done()
+        assert not any(request.done() for request in long)
         assert sorted(engine.adapters(30)) == ["5.1", "5.3", "5.4"]
-        assert_sampled_by(policies[1], long.result(), Stamp(5, 1))
+        for request in long:
+            assert_sampled_by(policies[1], request.result(), Stamp(5, 1))
     refit(5)
     assert sorted(engine.adapters(30)) == ["5.4", "5.5"]
     assert sorted(path.name for path in stage.adapters.iterdir()) == ["5.4", "5.5"]
