@@ -24,6 +24,7 @@ from flows.examination import fault_of
 from flows.probe import Look, Prober, examine
 from flows.slots import Slot, engine_spec, restart_delay
 from flows.supervise import Child, Command
+from flows.wishes import Wishes
 from grpo_core.config import LOOPBACK, ExternalPool, LocalPool, RunConfig
 from grpo_core.ports import free_port, port_is_free
 from grpo_core.rollout.launch import engine_command
@@ -31,12 +32,10 @@ from grpo_core.rollout.load import next_limit, pool_metrics
 from grpo_core.rollout.pool import Pool, is_overdue
 from grpo_core.rollout.wire import API_KEY_VARIABLE
 from storage.objects import ObjectStore
-from storage.pool import PoolChange, RefitRecord, read_pool_wishes, read_refit, wished, write_pool_change
+from storage.pool import PoolChange, RefitRecord, read_refit, write_pool_change
 
 # Between two looks at an engine that is starting, and at one that serves.
 START_SECONDS, LOOK_SECONDS = 0.5, 2.0
-# Between two looks at the store for what people wish.
-WISH_SECONDS = 2.0
 # External engines run already: the trainer's start waits so long for one that does not answer, if another does.
 EXTERNAL_SECONDS = 30.0
 # Of all engines together: with the trainer's own before it, the whole run is gone within fifteen seconds.
@@ -65,8 +64,7 @@ class Engines:
         self._prober = Prober()
         self._slots: list[Slot] = []
         self._numbers = 0
-        self._wishes = 0
-        self._wishes_due = 0.0
+        self._wishes = Wishes()
         self._changes = 0
         self._late: tuple[str, int] = ("", 1)
         self._announced: set[str] = set()
@@ -136,7 +134,7 @@ class Engines:
     def watch(self, store: ObjectStore, attempt: int, live: RefitRecord | None) -> None:
         """One round: note who became ready, who died, what was wished for, and who carries the newest version by now.
         Raise PoolFailed."""
-        if time.monotonic() >= self._wishes_due:
+        if self._wishes.are_due():
             self.heed_wishes(store)
         left = self.probe()
         new = [slot for slot in self._slots if slot.serves and slot.name not in self._announced]
@@ -158,10 +156,7 @@ class Engines:
 
     def heed_wishes(self, store: ObjectStore) -> None:
         """Let engines in and out as people asked since the last time, or ever. `watch` does it too."""
-        wishes = read_pool_wishes(store, after=self._wishes - 1)
-        self._wishes += len(wishes)
-        self._wishes_due = time.monotonic() + WISH_SECONDS
-        for url, wanted in wished(wishes).items():
+        for url, wanted in self._wishes.new(store).items():
             here = next((slot for slot in self._slots if slot.url == url), None)
             if here is not None:
                 here.unwanted = not wanted

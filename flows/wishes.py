@@ -1,11 +1,20 @@
-"""What people wish of a running pool: engines that are to join it or to leave it, by URL."""
+"""What people wish of a running pool: engines that are to join it or to leave it, by URL.
+
+Contract: wishes are numbered records of the run, so every attempt heeds all of them, and the last about an engine counts.
+"""
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
-from storage.pool import PoolWish
+from storage.objects import ObjectStore
+from storage.pool import PoolWish, read_pool_wishes, wished
 
 ENGINE_URL = re.compile(r"https?://[^/\s]+")
+
+
+# Between two looks at the store.
+WISH_SECONDS = 2.0
 
 
 class WishRefused(ValueError):
@@ -23,3 +32,22 @@ def pool_wish(add: Sequence[str], remove: Sequence[str]) -> PoolWish:
     if both := sorted(set(add) & set(remove)):
         raise WishRefused(f"{both[0]} cannot be added and removed at once; give it to --add or to --remove")
     return PoolWish(add, remove)
+
+
+class Wishes:
+    """Those of one run, as the flow reads them."""
+
+    def __init__(self) -> None:
+        self._read = 0
+        self._due = 0.0
+
+    def are_due(self) -> bool:
+        """Whether it is time to look for new ones."""
+        return time.monotonic() >= self._due
+
+    def new(self, store: ObjectStore) -> Mapping[str, bool]:
+        """URL → whether its engine is wanted, of the wishes since the last call; the first time all of them."""
+        wishes = read_pool_wishes(store, after=self._read - 1)
+        self._read += len(wishes)
+        self._due = time.monotonic() + WISH_SECONDS
+        return wished(wishes)

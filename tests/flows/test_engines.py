@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flows import engines as module
-from flows import probe, slots
+from flows import probe, slots, wishes
 from flows.control import LocalControl, Signals
 from flows.engines import Engines, PoolFailed
 from flows.slots import LOOKS_AWAY, LOOKS_TO_RETURN
@@ -143,7 +143,7 @@ class Stage:
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.0)
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(module, "WISH_SECONDS", 0.0)
+    monkeypatch.setattr(wishes, "WISH_SECONDS", 0.0)
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(slots, "LONGEST_DELAY", 0.0)
 
