@@ -22,7 +22,7 @@ from grpo_core.config import EvaluationConfig
 from grpo_core.evaluation import Evaluation, evaluation_of
 from grpo_core.prompts import Row
 from grpo_core.rollout.chat import well_formed
-from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own, together
+from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own, together, unless_stopped
 from grpo_core.rollout.episodes import EnvironmentFailed
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
@@ -74,23 +74,17 @@ class EvaluationJob:
     def run(self) -> Evaluation:
         """Sample, score and store. Raise EvaluationStopped when told to stop, EvaluationLate, NoEngine,
         CallsHang, or Fenced."""
-        began = time.monotonic()
-        table = schema.table(on_a_loop_of_its_own(self._until_stopped()), schema.EVALUATION)
+        began, stopped = (
+            time.monotonic(),
+            EvaluationStopped(f"the evaluation of version {self.stamp.version} was stopped"),
+        )
+        records = on_a_loop_of_its_own(unless_stopped(self._sample(), self.stopped, stopped))
+        table = schema.table(records, schema.EVALUATION)
         seconds, attempt, version = time.monotonic() - began, self.stamp.attempt, self.stamp.version
         data = schema.encode(table, schema.EVALUATION, {"attempt": str(attempt), "seconds": f"{seconds:.3f}"})
         Fence(self.store, attempt).check()
         self.store.put_if_absent(layout.evaluation(attempt, version), data)
         return evaluation_of(table, self.generator.config, attempt=attempt, version=version, seconds=seconds)
-
-    async def _until_stopped(self) -> list[dict[str, Any]]:
-        work = asyncio.create_task(self._sample())
-        while not work.done():
-            await asyncio.wait({work}, timeout=0.2)
-            if self.stopped() and not work.done():
-                work.cancel()
-                await asyncio.wait({work}, timeout=5)
-                raise EvaluationStopped(f"the evaluation of version {self.stamp.version} was stopped")
-        return work.result()
 
     async def _sample(self) -> list[dict[str, Any]]:
         """The records of all portions. Raise EvaluationLate, NoEngine, or CallsHang."""
@@ -100,6 +94,7 @@ class EvaluationJob:
         places = asyncio.Semaphore(PORTIONS_IN_FLIGHT)
 
         async def one(portion: Portion, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+            """The records of one portion, with or without rewards. Raise NoEngine, CallsHang."""
             try:
                 async with asyncio.timeout_at(deadline) as clock:
                     async with places:

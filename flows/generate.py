@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from grpo_core.prompts import Prompts
-from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own
+from grpo_core.rollout.concurrency import CallsHang, on_a_loop_of_its_own, unless_stopped
 from grpo_core.rollout.group import Generator
 from grpo_core.rollout.pool import NoEngine
 from grpo_core.rollout.rows import FAILED
@@ -52,17 +52,8 @@ class LeaseJob:
 
     def run(self) -> LeaseResult:
         """Generate the lease. Raise LeaseStopped when told to stop, NoEngine, CallsHang, or an error of the store."""
-        return on_a_loop_of_its_own(self._until_stopped())
-
-    async def _until_stopped(self) -> LeaseResult:
-        work = asyncio.create_task(self._generate())
-        while not work.done():
-            await asyncio.wait({work}, timeout=0.2)
-            if self.stopped() and not work.done():
-                work.cancel()
-                await asyncio.wait({work}, timeout=5)
-                raise LeaseStopped(f"lease {self.record.lease} was stopped")
-        return work.result()
+        stopped = LeaseStopped(f"lease {self.record.lease} was stopped")
+        return on_a_loop_of_its_own(unless_stopped(self._generate(), self.stopped, stopped))
 
     async def _group(self, ordinal: int, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """The rows of one ordinal; a tombstone at once for one that has cost its leases too often.

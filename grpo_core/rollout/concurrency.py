@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 
 # Threads that wait for ever cost little; so many say that what they wait for is broken, not slow.
 MOST_LEFT_BEHIND = 64
+# Between two looks whether work is to stop, and how long it may then take to let go of what it holds.
+STOP_POLL_SECONDS, STOP_SECONDS = 0.2, 5.0
 
 
 class DeadlinePassed(RuntimeError):
@@ -36,6 +38,18 @@ def on_a_loop_of_its_own(work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         raise _plain(error) from error
+
+
+async def unless_stopped(work: Coroutine[Any, Any, Result], stopped: Callable[[], bool], error: Exception) -> Result:
+    """The result of `work`. When `stopped` says so before there is one, it is cancelled and `error` is raised."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.wait({task}, timeout=STOP_POLL_SECONDS)
+        if stopped() and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=STOP_SECONDS)
+            raise error
+    return task.result()
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
