@@ -86,7 +86,10 @@ def engines_without_base(
         deadline_seconds,
         lambda engine: stamps.update({engine.name: engine.weight_stamp(deadline_seconds)}),
     )
-    return tuple(engine for engine in engines if _attempt_of(stamps.get(engine.name, "")) != attempt)
+    carried = {name: _stamp_of(stamp) for name, stamp in stamps.items()}
+    return tuple(
+        engine for engine in engines if (stamp := carried.get(engine.name)) is None or stamp.attempt != attempt
+    )
 
 
 def refit_adapter(
@@ -184,6 +187,7 @@ def _load_and_check(
     places, tokens = canary.thinned(CANARY_PLACES), list(canary.token_ids)
 
     def check(engine: EngineControl) -> float:
+        """The largest difference to the trainer, in nats."""
         salt = f"canary {uuid.uuid4()}"
 
         def score(place: int) -> float:
@@ -275,20 +279,16 @@ def _delete_directories(directory: Path, kept: Collection[str], attempt: int) ->
 def unloadable(loaded: Collection[str], in_use: Collection[str], attempt: int) -> list[str]:
     """Which adapters to unload in an attempt, oldest first: ours that no request names, all of earlier attempts and all
     but the newest of this one. Pure."""
-    ours: list[Stamp] = []
-    for name in loaded:
-        try:
-            ours.append(Stamp.parse(name))
-        except ValueError:
-            continue  # an adapter of somebody else
-    dead = [stamp for stamp in sorted(ours) if stamp.attempt < attempt]
-    old = [stamp for stamp in sorted(ours) if stamp.attempt == attempt][:-KEPT_ADAPTERS]
+    # Other names are adapters of somebody else.
+    ours = sorted(stamp for name in loaded if (stamp := _stamp_of(name)) is not None)
+    dead = [stamp for stamp in ours if stamp.attempt < attempt]
+    old = [stamp for stamp in ours if stamp.attempt == attempt][:-KEPT_ADAPTERS]
     return [str(stamp) for stamp in (*dead, *old) if str(stamp) not in in_use]
 
 
-def _attempt_of(name: str) -> int | None:
-    """The attempt that made a stamp; None for what is no stamp."""
+def _stamp_of(name: str) -> Stamp | None:
+    """The stamp that an adapter is called after, or that an engine says it carries; None for what is no stamp."""
     try:
-        return Stamp.parse(name).attempt
+        return Stamp.parse(name)
     except ValueError:
         return None
