@@ -51,6 +51,7 @@ class FsspecObjects:
         """Nothing to make: buckets belong to the user, and prefixes come into being with their first object."""
 
     def create(self, key: str, data: bytes) -> bool:
+        """Write an object that is not there yet; whether it was not. Raise Conflict when the service cannot say."""
         try:
             with self._creating:
                 self._fs.pipe_file(self._path(key), data, mode="create", **self._single_put(), **self._within())
@@ -91,6 +92,7 @@ class FsspecObjects:
         return int(info["size"]) if info["type"] == "file" else None
 
     def list(self, prefix: str, recursive: bool) -> Keys:
+        """The keys that begin so; without `recursive` those of one level."""
         directory, _, name = prefix.rpartition("/")
         by_name = {"prefix": name} if name and self._lists_by_name else {}
         try:
@@ -166,6 +168,7 @@ class ObstoreObjects:
         """Nothing to make: buckets belong to the user, and prefixes come into being with their first object."""
 
     def create(self, key: str, data: bytes) -> bool:
+        """Write an object that is not there yet; whether it was not. Raise Conflict when the service cannot say."""
         try:
             self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
         except self._already_exists as error:
@@ -202,6 +205,7 @@ class ObstoreObjects:
             return None
 
     def list(self, prefix: str, recursive: bool) -> Keys:
+        """The keys that begin so; without `recursive` those of one level."""
         directory = prefix.rpartition("/")[0] or None
         if recursive:
             found = [entry["path"] for batch in self._obstore.list(self._store, directory) for entry in batch]

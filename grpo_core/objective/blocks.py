@@ -123,6 +123,7 @@ class _SumOverBlocks(torch.autograd.Function):
     def forward(
         ctx: Any, compute: Compute, flat: Flat, names: tuple[str, ...], metrics: Metrics, *leaves: Tensor
     ) -> Tensor:
+        """The sum of `compute` over the blocks, and into `metrics` what it measured."""
         dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[4:], strict=True) if needed]
         empty = torch.empty_like if flat.whole else torch.zeros_like

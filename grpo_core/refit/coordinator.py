@@ -196,6 +196,7 @@ def check_engines(
     `check` returns the largest difference, or raises."""
 
     def check_or_stop(engine: EngineControl) -> None:
+        """What fails is paused at once: it must not sample from weights that are not the trainer's."""
         try:
             differences[engine.name] = check(engine)
         except ENGINE_FAILURES as failure:

@@ -43,6 +43,7 @@ async def score(functions: dict[str, Function], call: dict[str, Any]) -> dict[st
     arguments = {name: call[name] for name in ("completions", "prompts", "completion_ids")}
 
     async def one(name: str, function: Function) -> list[float | None]:
+        """What one function gives to each completion. Raise an error that names it."""
         try:
             if inspect.iscoroutinefunction(function):
                 values = await function(**arguments, **call["columns"])

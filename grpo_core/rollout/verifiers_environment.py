@@ -108,6 +108,7 @@ class Verifiers:
         self._cleaned_up = True
 
     async def reset(self, columns: Mapping[str, Any], seed: int) -> Opening:
+        """A new state, as the library makes it of a row of its dataset, and the tools it names."""
         await self._clean_up()
         state: dict[str, Any] = {
             "answer": "", "info": {}, "task": "default", **columns,
@@ -127,6 +128,7 @@ class Verifiers:
         return Opening(tools=tuple(tools))
 
     async def step(self, answer: Message) -> Step:
+        """What the environment says to an answer, unless the rollout is completed by it."""
         state, before = self._state, self._messages()
         state["completion"] = [*state["completion"], _record(answer)]
         state["trajectory"].append({"prompt": before, "completion": [_record(answer)], "response": None, "extras": {}})
@@ -145,6 +147,7 @@ class Verifiers:
         return Step(tuple(listed), done)
 
     async def reward(self) -> float | None:
+        """The weighted sum of the rubric's functions; None where it has none."""
         await self._clean_up()
         state = self._state
         objects = getattr(getattr(self._environment, "rubric", None), "class_objects", None) or {}

@@ -56,6 +56,7 @@ class DropAtPull:
         return Room(board.places - len(board.in_flight) if len(board.buffered) < self.buffer_groups else 0)
 
     def admit(self, board: Board) -> Admission:
+        """The first groups that arrived, without those that are too old by now."""
         pulled: list[Group] = []
         stale: dict[int, str] = {}
         for group in _sound(board):
