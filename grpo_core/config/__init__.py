@@ -166,33 +166,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _rules_between_sections(self) -> RunConfig:
-        window, objective = self.grpo.async_grpo.max_trajectory_age_steps, self.objective
-        if window > 0 and not objective.corrects and not objective.acknowledge_no_correction:
-            raise ValueError(
-                f"grpo.async_grpo.max_trajectory_age_steps={window} trains on tokens of older policies, but objective.importance_correction is none; "
-                "set it to token or sequence, or acknowledge with objective.acknowledge_no_correction=true"
-            )
-        if self.generation.max_completion_length >= self.model.context_length:
-            raise ValueError(
-                f"generation.max_completion_length={self.generation.max_completion_length} leaves no room for a prompt in "
-                f"model.context_length={self.model.context_length}; lower it"
-            )
-        if self.packing.token_budget < self.model.context_length:
-            raise ValueError(
-                f"packing.token_budget={self.packing.token_budget} cannot hold one sequence of model.context_length={self.model.context_length}; raise it"
-            )
-        rows = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
-        if rows < self.training.ranks * self.training.nodes:
-            raise ValueError(
-                f"a step has {rows} rollouts for {self.training.ranks * self.training.nodes} trainer ranks; raise grpo.num_prompts_per_step"
-            )
-        if self.training.step_timeout_seconds <= self.generation.lease_timeout_seconds:
-            raise ValueError(
-                f"training.step_timeout_seconds={self.training.step_timeout_seconds:g} calls the trainer stuck before a lost lease is leased "
-                f"again after generation.lease_timeout_seconds={self.generation.lease_timeout_seconds:g}; raise the first or lower the second"
-            )
         fault = (
-            self._lease_fault()
+            self._window_fault()
+            or self._size_fault()
+            or self._lease_fault()
             or self._learning_fault()
             or self._metric_fault()
             or self._rollout_fault()
@@ -204,9 +181,38 @@ class RunConfig(Section):
             raise ValueError(fault)
         return self
 
+    def _window_fault(self) -> str | None:
+        """Why tokens of older policies would be trained as if they were of the current one."""
+        window, objective = self.grpo.async_grpo.max_trajectory_age_steps, self.objective
+        if window == 0 or objective.corrects or objective.acknowledge_no_correction:
+            return None
+        return (
+            f"grpo.async_grpo.max_trajectory_age_steps={window} trains on tokens of older policies, but objective.importance_correction is none; "
+            "set it to token or sequence, or acknowledge with objective.acknowledge_no_correction=true"
+        )
+
+    def _size_fault(self) -> str | None:
+        """Why a sequence or a step would not fit, or be too small."""
+        if self.generation.max_completion_length >= self.model.context_length:
+            return (
+                f"generation.max_completion_length={self.generation.max_completion_length} leaves no room for a prompt in "
+                f"model.context_length={self.model.context_length}; lower it"
+            )
+        if self.packing.token_budget < self.model.context_length:
+            return f"packing.token_budget={self.packing.token_budget} cannot hold one sequence of model.context_length={self.model.context_length}; raise it"
+        rows, ranks = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt, self.training.ranks
+        if rows < ranks * self.training.nodes:
+            return f"a step has {rows} rollouts for {ranks * self.training.nodes} trainer ranks; raise grpo.num_prompts_per_step"
+        return None
+
     def _lease_fault(self) -> str | None:
-        """Why a lease would be sealed while something in it may still be on time."""
-        lease = self.generation.lease_timeout_seconds
+        """Why a lease would be sealed while something in it may still be on time, or the trainer not wait for the next."""
+        lease, patience = self.generation.lease_timeout_seconds, self.training.step_timeout_seconds
+        if patience <= lease:
+            return (
+                f"training.step_timeout_seconds={patience:g} calls the trainer stuck before a lost lease is leased "
+                f"again after generation.lease_timeout_seconds={lease:g}; raise the first or lower the second"
+            )
         timeouts = {
             "generation.request_timeout_seconds": self.generation.request_timeout_seconds,
             "generation.tool_timeout_seconds": self.generation.tool_timeout_seconds,
